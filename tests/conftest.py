@@ -1,4 +1,4 @@
-"""The real parts, put together: the tiny model, its engine and renderer, a store, turns, a gateway on a socket."""
+"""The real parts, assembled: the tiny model, its engine and renderer, a store, turns, a gateway on a socket."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SharedEngine:
     def __init__(self, engine: TransformersEngine, finished: list[FinishedSample]) -> None:
         self._engine = engine
         self.finished = finished
-        """The engine's own log of sampled ids, of every finished call, in the order they finished."""
+        """The engine's log of sampled ids, of every finished call, in order of completion."""
 
     @property
     def info(self) -> EngineInfo:
@@ -79,19 +79,19 @@ class SharedEngine:
         pass
 
 
-# Sources are compiled once, not by each of the processes that tests start.
+# Sources are compiled once, not by each process that tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Files of tests are in memory if it can hold them: on a disk, a record takes a third more CPU time, and seconds if
-# the disk is busy.
+# Files of tests are in memory if there is room: on a disk, a record takes a third more CPU time, and seconds if the
+# disk is busy.
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # Every client would load all CA certificates again, although local servers use none.
 httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
 
-# The parser of all commands takes longer to make than most of them take to run.
+# Building the parser of all commands takes longer than running most of them.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # Each application compiles the paths of its routes. Each server sets the levels of uvicorn's loggers, and with each all
@@ -152,14 +152,14 @@ def _faults(connection: Connection) -> list[str]:
 
 verify.schema_faults = _faults
 
-# A client that gives up after its default of five seconds fails on a busy machine, and its test proves nothing.
+# A client with the default timeout of five seconds fails on a busy machine, and its test proves nothing.
 for _stage in ("connect", "read", "write", "pool"):
     setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, _stage, PATIENCE)
 
-# Machines are shared and slow at times: how long an example takes proves nothing.
-# On a busy machine generating examples is slow, which is not the fault of a test.
+# Machines are shared and slow at times: the time of an example proves nothing.
+# Generating examples is slow on a busy machine, which is not an error of a test.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# A change is judged by the same examples each time; `make test-slow` searches for new ones.
+# Each change is tested with the same examples; `make test-slow` searches for new ones.
 settings.register_profile("same", settings.get_profile("search"), derandomize=True, max_examples=6)
 settings.load_profile("search")
 
@@ -172,7 +172,7 @@ def _make_examples_the_same() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadscope` tests of one folder share a process, which loads their tokenizers and models once."""
+    """With `--dist loadscope`, tests of a folder share a process, which loads their tokenizers and models once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LoadFolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -184,7 +184,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
-    """Pytest's own, for tests that ask for it. Its plugin, which is off, captures logs in each stage of each test."""
+    """Pytest's fixture, for tests that request it. Its plugin, which is off, captures logs in every stage of a test."""
     with catching_logs(LogCaptureHandler()) as handler:
         request.node.stash[caplog_handler_key] = handler
         fixture = pytest.LogCaptureFixture(request.node, _ispytest=True)
@@ -192,7 +192,7 @@ def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]
         fixture._finalize()
 
 
-# What is imported and collected stays: looking for garbage in it would be in vain, now and whenever there is some.
+# Imported and collected objects stay: searching them for garbage is useless.
 gc.disable()
 
 
@@ -200,13 +200,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _shorten_report(session.config)
     _make_examples_the_same()
     gc.freeze()
-    # Each pass takes long with so much imported: a tenth as many free the same.
+    # Each pass is slow with so many imports: a tenth as many passes free the same.
     gc.set_threshold(60_000, 20, 20)
     gc.enable()
 
 
 def _shorten_report(config: pytest.Config) -> None:
-    """Keep workers from reporting starts, and setups and teardowns that passed: half of what they send."""
+    """Keep workers from reporting starts, and setups and teardowns that passed: half of their messages."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor" and not config.option.durations:
             plugin.sendevent = functools.partial(_send, plugin.sendevent)
@@ -219,20 +219,20 @@ def _send(send: Callable[..., None], name: str, **event: Any) -> None:
 
 
 def _of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all processes of this run share."""
+    """Return the folder that all processes of this run share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing in the cache of whoever runs the tests is read or written, by processes of the tests neither."""
+    """Isolate tests, and processes that they start, from the user's cache."""
     os.environ["TOKENTAPE_CACHE"] = str(_of_the_run(tmp_path_factory) / "cache")
 
 
 @pytest.fixture(scope="module")
 def quick_proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In `make test`, prove the twin of a new tokenizer with one in twenty texts; other suites try all of them."""
+    """In `make test`, prove the twin of a new tokenizer with one in twenty texts; other suites use all texts."""
     if settings.get_current_profile_name() != "same":
         yield
         return
@@ -245,7 +245,7 @@ def quick_proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_models(quick_proofs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In `make test`, certify one continuation of a new model as well, for tests that are not about bridges."""
+    """In `make test`, certify a single continuation of a new model, for tests that are not about bridges."""
     if settings.get_current_profile_name() != "same":
         yield
         return
@@ -264,7 +264,7 @@ def postgres() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The folder of the tiny model that the package ships."""
+    """Return the folder of the packaged tiny model."""
     return Path(tokentape.demo.__file__).parent / "model"
 
 
@@ -283,7 +283,7 @@ def _opened_engine(model_dir: Path) -> Iterator[tuple[TransformersEngine, list[F
 
 @pytest.fixture
 def engine(_opened_engine: tuple[TransformersEngine, list[FinishedSample]]) -> SharedEngine:
-    """The embedded engine with the tiny model: loaded once, with a log that starts empty."""
+    """Return the embedded engine with the tiny model: loaded once, with an empty log."""
     opened, finished = _opened_engine
     finished.clear()
     return SharedEngine(opened, finished)
@@ -297,7 +297,7 @@ def store(tmp_path: Path) -> Iterator[SqliteStore]:
 
 @pytest.fixture(scope="session")
 def serve_tiny(_opened_engine: tuple[TransformersEngine, list[FinishedSample]], renderer: Renderer) -> ServeTiny:
-    """Serves the tiny model and records in a directory, for records that several tests read."""
+    """Serve the tiny model and record in a directory, for records that several tests read."""
 
     @contextmanager
     def serve(directory: Path) -> Iterator[tuple[str, SqliteStore]]:
@@ -316,6 +316,6 @@ def turns(engine: SharedEngine, renderer: Renderer, store: SqliteStore) -> Turns
 
 @pytest.fixture
 def gateway_url(turns: Turns) -> Iterator[str]:
-    """The base URL of a gateway on a real socket."""
+    """Yield the base URL of a gateway on a real socket."""
     with running(create_app(turns, model_id="tiny")) as url:
         yield url

@@ -1,8 +1,8 @@
-"""What data the tests found, how a run reports it, and what CI makes of a skip.
+"""Available test data, its report in a run, and skips in CI.
 
 Real tokenizers belong to others and are kept outside the repository, if present. A test that needs them is marked
-`real`: without them it is deselected, not skipped. Everything else runs in any clone. So a skip has one valid reason,
-something that the machine lacks, and names it with `needs ...`; with the variable CI set, any other skip is a failure.
+`real`: without them it is deselected, not skipped. Everything else runs in any clone. So the only valid reason of a
+skip is something that the machine lacks, named with `needs ...`; with the variable CI set, any other skip is a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIED: set[str] = set()
 """Pairs of template and tokenizer that the running test has loaded: `small qwen3/Qwen3.jinja`."""
 
 ENVIRONMENT = re.compile("(Skipped: )?(needs |could not import )")
-"""How a skip begins that the machine is the reason of."""
+"""The beginning of the reason of a skip that the machine causes."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,7 +40,7 @@ def pytest_make_collect_report() -> Iterator[Any]:
 
 
 def judged(report: Any) -> Any:
-    """The report, failed if it is a skip that only a clone with other data would not have, and this is CI."""
+    """Return the report, failed if this is CI and the skip is due to missing data."""
     if report.outcome == "skipped" and not hasattr(report, "wasxfail") and os.environ.get("CI"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if not ENVIRONMENT.match(reason):
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sampled(items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
-    """Yield the cases of each test marked `sampled(count)` beyond the `count` that are spread evenly over them."""
+    """Yield the cases of each test marked `sampled(count)`, except `count` evenly spread ones."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):

@@ -1,6 +1,6 @@
-"""Tests in processes forked from one that has imported and collected everything: `pytest --forks 4`.
+"""Run tests in processes forked from a process that has imported and collected everything: `pytest --forks 4`.
 
-Each worker of pytest-xdist imports and collects all tests: 15 s of CPU time. Where `fork` is not safe, as on macOS, use
+Each worker of pytest-xdist imports and collects all tests: 15 s of CPU time. If `fork` is not safe, as on macOS, use
 xdist.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 _PRELOADED = ("pandas", "peft", "transformers.models.qwen3.modeling_qwen3", "transformers.generation")
-"""Imported by tests of several folders, where torch is: seconds of each process."""
+"""Modules that tests of several folders import, if torch is installed: seconds in each process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Share the folders of tests out to processes. Those of one folder load their tokenizers and models once."""
+    """Distribute the folders of tests to processes. Tests of a folder load their tokenizers and models once."""
     if not session.config.option.forks or session.config.option.collectonly or session.testsfailed:
         return None
     count = min(session.config.option.forks, len(os.sched_getaffinity(0)))
@@ -45,7 +45,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         with warnings.catch_warnings(action="ignore"), suppress(ImportError):
             importlib.import_module(module)
     gc.freeze()
-    # The numbers of folders that no process has taken. A process that takes one reads its byte.
+    # The numbers of folders that no process has taken. A process takes a folder by reading its byte.
     to_do, to_fill = os.pipe()
     os.write(to_fill, bytes(range(len(folders))))
     os.close(to_fill)
@@ -63,7 +63,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _report(session: pytest.Session, processes: dict[Connection, int]) -> None:
-    """Report what the processes send, until all have ended."""
+    """Report results of the processes, until all have ended."""
     hook, running = session.config.hook, dict.fromkeys(processes, "before the first test")
     waited_for = dict(processes)
     try:
@@ -109,7 +109,7 @@ class _Sender:
         self._writer.send(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Starts and ends that passed are two thirds of all.
+        # Passed setups and teardowns are two thirds of all reports.
         if report.when == "call" or not report.passed or self._config.option.durations:
             sent = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
             self._writer.send(sent)
@@ -121,7 +121,7 @@ def _work(session: pytest.Session, folders: list[list[pytest.Item]], to_do: int,
     # A process in the background starts with this signal ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        # The files of captured output would be shared.
+        # Otherwise the processes would share the files of captured output.
         capture: Any = plugins.getplugin("capturemanager")
         capture.stop_global_capturing()
         capture.start_global_capturing()
@@ -131,7 +131,7 @@ def _work(session: pytest.Session, folders: list[list[pytest.Item]], to_do: int,
         # Processes that tests start with multiprocessing would import pytest.
         sys.modules["__main__"] = ModuleType("__main__")
         items = chain(_taken(folders, to_do), [None])
-        # The next folder is taken before the last test of the one before, which else would end what a session shares.
+        # Take the next folder before the previous one's last test, which would otherwise end the session's fixtures.
         for item, following in pairwise(items):
             assert item is not None
             config.hook.pytest_runtest_protocol(item=item, nextitem=following)

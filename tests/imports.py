@@ -1,4 +1,4 @@
-"""What one new process has loaded after it imported the parts of Tokentape that are to load little."""
+"""Modules of a new process after importing the parts of Tokentape that must load little."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(*[name for name, module in sys.modules.items() if module is not None])
 
 @cache
 def loaded() -> frozenset[str]:
-    """Return the names of all modules of that process. The workers of a run start one, unless two ask at once."""
+    """Return the names of that process's modules. Workers of a run share a process, unless two start at once."""
     kept = Path(os.environ["TOKENTAPE_CACHE"]) / "loaded-modules"
     if not kept.exists():
         done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

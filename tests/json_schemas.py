@@ -1,4 +1,4 @@
-"""JSON against its schema. `jsonschema.validate` reads the whole schema each time, which takes longer than a body."""
+"""JSON schema validation. `jsonschema.validate` checks the whole schema each time, which takes longer than a body."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jsonschema.exceptions import best_match
 
 
 def validate(instance: Any, schema: Any) -> None:
-    """Raise `jsonschema.ValidationError` if the instance does not keep to the schema, whose own form is not checked."""
+    """Raise `jsonschema.ValidationError` if the instance does not match the schema. The schema is not checked."""
     error = best_match(Draft202012Validator(schema).iter_errors(instance))
     if error is not None:
         raise error

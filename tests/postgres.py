@@ -1,4 +1,4 @@
-"""A PostgreSQL server of our own, or the one that TOKENTAPE_POSTGRES_URL names; records in schemas of their own."""
+"""A PostgreSQL server started here, or named by TOKENTAPE_POSTGRES_URL, with a schema per record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Server:
-    """A server and where it is. Started by us it can be stopped and killed; a given one can't."""
+    """A server and its address. A server started here can be stopped and killed; an external one can't."""
 
     url: str
     directory: Path | None = None
@@ -36,7 +36,7 @@ class Server:
     user: str | None = None
     process: subprocess.Popen[bytes] | None = field(default=None)
     engine: Engine | None = field(default=None)
-    """Keeps one connection: the server starts a process for each."""
+    """Keeps a single connection: the server starts a process for each."""
 
     def start(self) -> None:
         assert self.directory is not None
@@ -70,7 +70,7 @@ class Server:
                 time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> None:
-        """End it at once, in good order; SIGKILL: as a crash would."""
+        """Stop it immediately and cleanly; with SIGKILL, as in a crash."""
         self.close()
         if self.process is None:
             return
@@ -97,13 +97,13 @@ class Server:
             self.engine = None
 
     def new_place(self) -> str:
-        """The URL of an empty schema."""
+        """Return the URL of an empty schema."""
         name = f"test_{os.getpid()}_{next(_numbers)}"
         self.execute(f"CREATE SCHEMA {name}")
         return make_url(self.url).update_query_dict({"options": f"-csearch_path={name}"}).render_as_string(False)
 
     def drop(self, place: str) -> None:
-        """Delete what `new_place` made."""
+        """Delete the schemas of `new_place`."""
         name = str(make_url(place).query["options"]).partition("=")[2]
         self.execute(f"DROP SCHEMA IF EXISTS {name} CASCADE")
 
@@ -118,7 +118,7 @@ def _end_with_the_tests() -> None:
 
 
 def binary(name: str) -> str | None:
-    """A program of PostgreSQL, wherever distributions put it."""
+    """Return the path of a PostgreSQL program, in the folders of distributions."""
     found = shutil.which(name)
     if found is not None:
         return found
@@ -128,7 +128,7 @@ def binary(name: str) -> str | None:
 
 @contextmanager
 def running() -> Iterator[Server]:
-    """The server that TOKENTAPE_POSTGRES_URL names, else one of our own. Skips where there is neither."""
+    """Yield the server in TOKENTAPE_POSTGRES_URL, else a server started here. Skips if there is neither."""
     pytest.importorskip("psycopg", reason="needs psycopg (the extra `postgres`)")
     if url := os.environ.get("TOKENTAPE_POSTGRES_URL"):
         server = Server(url)
@@ -140,7 +140,7 @@ def running() -> Iterator[Server]:
         pytest.skip("needs PostgreSQL's programs, or a server: TOKENTAPE_POSTGRES_URL")
     # The server refuses to run as root.
     user = "nobody" if os.geteuid() == 0 else None
-    # In memory where there is room: tables of each test are made and dropped, and each file of them is flushed.
+    # In memory if there is room: each test creates and drops tables, and flushes their files.
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
     with _temporary_directory(memory if roomy else None) as directory:
@@ -164,9 +164,9 @@ def running() -> Iterator[Server]:
 
 @contextmanager
 def _temporary_directory(parent: Path | None) -> Iterator[Path]:
-    """A new directory that is deleted however this process ends, by one that waits for its input to be closed."""
+    """Return a new directory. A process that waits for its input to close deletes it, however this process ends."""
     directory = Path(tempfile.mkdtemp(prefix="tokentape-postgres-", dir=parent))
-    # Until the server has ended as well, files come up again.
+    # Files reappear until the server has also ended.
     delete = ["sh", "-c", 'read _; until rm -rf "$1"; do sleep 0.1; done', "delete", str(directory)]
     with subprocess.Popen(delete, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True):
         yield directory

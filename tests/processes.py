@@ -1,4 +1,4 @@
-"""`tokentape` in processes of their own, forked from one that has imported it: imports take most of a short command."""
+"""Run `tokentape` in processes forked from a process that has imported it: imports take most of a short command."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.waiting import PATIENCE
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.processes", "tokentape.cli.serve", "tokentape.cli.view", "tokentape.viewer"])
-# Waits for the process that forks, so that its time and that of its children count as that of the tests.
+# Waits for the forking process, so that its time and that of its children count for the tests.
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]  # there is no other way to end it
 
 
 class Command:
-    """A process of `tokentape` with these arguments, as `subprocess.Popen` with pipes for its output."""
+    """A process of `tokentape` with these arguments, like `subprocess.Popen` with pipes for its output."""
 
     def __init__(self, arguments: Sequence[object]) -> None:
         ends = [_context.Pipe(duplex=False) for _ in range(2)]

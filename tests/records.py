@@ -24,11 +24,11 @@ def make_setup(fingerprint: str = "fingerprint", **template_kwargs: Any) -> Setu
 SETUP = make_setup()
 UNCHANGED = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
 FROM_BEFORE: dict[str, None] = {"sampled_from": None, "logprobs_of": None}
-"""What turns have that were recorded before these were."""
+"""Fields of turns recorded before these fields existed."""
 
 
 def make_turn(session_id: str, seq: int, parent: Turn | None = None, *, tokens: int = 4, **changes: Any) -> Turn:
-    """A sealed turn with `tokens` added and as many sampled ids, up to 5000 all different from each other's."""
+    """Return a sealed turn with `tokens` added ids and as many sampled ids. Up to 5000, all ids differ."""
     first = 10_000 * seq
     turn = Turn(
         session_id=session_id,
@@ -56,7 +56,7 @@ def make_turn(session_id: str, seq: int, parent: Turn | None = None, *, tokens: 
 
 
 def make_chain(session_id: str, count: int, **changes: Any) -> list[Turn]:
-    """A branch of `count` turns from the session's first."""
+    """Return a branch of `count` turns from the session's first."""
     turns: list[Turn] = []
     for seq in range(count):
         turns.append(make_turn(session_id, seq, turns[-1] if turns else None, **changes))
@@ -64,7 +64,7 @@ def make_chain(session_id: str, count: int, **changes: Any) -> list[Turn]:
 
 
 def bits(record: object) -> object:
-    """`record` as plain values that are equal exactly if every bit is; tuples and lists count as equal."""
+    """Return `record` as plain values that are equal only if every bit is; tuples and lists count as equal."""
     match record:
         case np.ndarray():
             # The bytes of an array of objects are addresses.
@@ -82,7 +82,7 @@ any_text = st.text(st.characters(exclude_categories=()), max_size=20)
 """Any string that JSON can spell, lone surrogates and NUL included."""
 
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
-"""Any string that a text column takes."""
+"""Any string that a text column accepts."""
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -108,7 +108,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 @st.composite
 def turns(draw: st.DrawFn, session_id: str, seq: int, parents: list[Turn], setup: str) -> Turn:
-    """A sealed turn that keeps every rule of a turn, with any of `parents` or none."""
+    """Draw a sealed turn that follows every rule of turns, with any of `parents` or none."""
     parent = draw(st.sampled_from([None, *parents]))
     added = draw(st.integers(1 if parent is None else 0, 30))
     finish_reason = draw(st.sampled_from(["stop", "length", "abort"]))
@@ -144,7 +144,7 @@ def turns(draw: st.DrawFn, session_id: str, seq: int, parents: list[Turn], setup
 
 @st.composite
 def trees(draw: st.DrawFn, session_id: str, setup: str, max_turns: int = 4) -> list[Turn]:
-    """Turns of one session in order, each continuing any of the earlier ones or none."""
+    """Draw turns of a session in order, each continuing any earlier turn or none."""
     recorded: list[Turn] = []
     for seq in range(draw(st.integers(1, max_turns))):
         recorded.append(draw(turns(session_id, seq, recorded, setup)))
@@ -153,7 +153,7 @@ def trees(draw: st.DrawFn, session_id: str, setup: str, max_turns: int = 4) -> l
 
 @st.composite
 def turn_columns(draw: st.DrawFn, turn: Turn) -> TurnColumn:
-    """Values for the sampled ids of a turn, or for all of its own."""
+    """Draw values for the sampled ids of a turn, or for all its ids."""
     sampled, everything = len(turn.completion_ids), len(turn.added_ids) + len(turn.completion_ids)
     size = draw(st.sampled_from([sampled, everything]))
     values = draw(arrays(np.float32, size, elements={"allow_nan": False, "allow_infinity": False}))
@@ -162,7 +162,7 @@ def turn_columns(draw: st.DrawFn, turn: Turn) -> TurnColumn:
 
 @st.composite
 def turn_payloads(draw: st.DrawFn, turn: Turn) -> TurnPayload:
-    """Rows of one kind for some of a turn's own ids, and perhaps the last of its parent's."""
+    """Draw rows of a kind for some of a turn's ids, and perhaps the last id of its parent."""
     tokens = len(turn.added_ids) + len(turn.completion_ids)
     start = draw(st.integers(0 if turn.parent is None else -1, tokens - 1))
     count = draw(st.integers(1, tokens - start))
@@ -174,7 +174,7 @@ def turn_payloads(draw: st.DrawFn, turn: Turn) -> TurnPayload:
 
 @st.composite
 def ragged_rows(draw: st.DrawFn, count: int) -> Any:
-    """Rows of unequal length."""
+    """Draw rows of unequal length."""
     rows = np.full(count, b"", object)
     rows[:] = draw(st.lists(st.binary(max_size=200), min_size=count, max_size=count))
     return rows

@@ -1,4 +1,4 @@
-"""How many examples property tests try: few in `make test`, many where `make test-slow` searches."""
+"""Numbers of examples in property tests: few in `make test`, many in `make test-slow`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(number: int, least: int = 5) -> int:
-    """Return `number` in a search, and a tenth of it, but `least`, where the same examples are tried each time."""
+    """Return `number` in a search. With fixed examples, return a tenth of it, but at least `least`."""
     return number if settings.get_current_profile_name() != "same" else max(number // 10, least)

@@ -146,7 +146,7 @@ def test_a_reward_for_a_session_without_turns_warns(client: tokentape.Client) ->
 
 
 @pytest.mark.anyio
-async def test_the_asynchronous_client_warns_too(gateway_url: str) -> None:
+async def test_asynchronous_client_also_warns(gateway_url: str) -> None:
     async with tokentape.AsyncClient(gateway_url) as client:
         session = await client.session("typo")
         with pytest.warns(UserWarning, match="has no turns yet") as caught:
@@ -162,7 +162,7 @@ def test_reward_that_is_not_finite_is_refused(client: tokentape.Client, value: A
     assert not session.info().rewards
 
 
-def test_values_per_token_come_back_with_the_trajectory(client: tokentape.Client) -> None:
+def test_values_per_token_are_returned_with_the_trajectory(client: tokentape.Client) -> None:
     session = client.session()
     talk(session.base_url)
     (trajectory,) = session.trajectories()
@@ -189,7 +189,9 @@ def test_trajectories_can_be_filtered_by_verdict(client: tokentape.Client) -> No
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.parquet"])
-def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_path: Path, name: str) -> None:
+def test_sessions_are_dropped_after_download_and_confirmation(
+    client: tokentape.Client, tmp_path: Path, name: str
+) -> None:
     for session_id in ("a", "b"):
         talk(client.session(session_id).base_url, turns=1)
     snapshot = client.take_snapshot(["a"])
@@ -210,7 +212,7 @@ def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_p
     client.take_snapshot(idle_seconds=0).release()
 
 
-def test_a_download_that_was_damaged_is_not_kept(
+def test_damaged_download_is_not_kept(
     client: tokentape.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk(client.session().base_url, turns=1)
@@ -221,7 +223,7 @@ def test_a_download_that_was_damaged_is_not_kept(
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 
-def test_a_key_is_sent_along(turns: Turns) -> None:
+def test_key_is_sent(turns: Turns) -> None:
     app = create_app(turns, model_id="tiny", keys=Keys({"mine": "key-of-mine-000000"}))
     with running(app) as url, tokentape.Client(url, api_key="key-of-mine-000000") as client:
         assert client.session("s").session_id == "s"
@@ -229,7 +231,7 @@ def test_a_key_is_sent_along(turns: Turns) -> None:
             unauthorized.session()
 
 
-def test_errors_have_the_type_that_the_gateway_raised(client: tokentape.Client) -> None:
+def test_errors_have_the_type_raised_by_the_gateway(client: tokentape.Client) -> None:
     with pytest.raises(InvalidRequest) as caught:
         client.session("not an id")
     assert caught.value.param == "session_id"
@@ -258,7 +260,7 @@ def test_other_server_is_not_a_gateway(gateway_url: str) -> None:
         client.session()
 
 
-def test_session_key_is_all_that_an_agent_needs(client: tokentape.Client) -> None:
+def test_session_key_is_sufficient_for_an_agent(client: tokentape.Client) -> None:
     session = client.session()
     with OpenAI(base_url=f"{client.base_url}/v1", api_key=session.api_key, max_retries=0) as agent:
         agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
@@ -290,7 +292,7 @@ def test_a_pause_may_take_longer_than_other_calls(renderer: Renderer, store: Sql
 
 
 class Lossy(httpx2.BaseTransport):
-    """Send requests on, and lose some: before they arrive, or the answer after they did."""
+    """Forward requests, and lose some: before they arrive, or the response after they arrived."""
 
     def __init__(self, *losses: str | None) -> None:
         self.losses = iter(losses)
@@ -342,7 +344,7 @@ def test_idempotent_requests_are_repeated(gateway_url: str, loss: str) -> None:
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_a_snapshot_is_not_taken_twice(gateway_url: str) -> None:
+def test_snapshot_is_not_taken_twice(gateway_url: str) -> None:
     client, transport = lossy(gateway_url, None, "answer")
     with client:
         client.session()
@@ -374,7 +376,7 @@ def test_gateway_that_stays_down_is_unavailable(gateway_url: str) -> None:
 
 
 class Answers(httpx2.BaseTransport):
-    """Give prepared answers, the last one for ever."""
+    """Return prepared responses; the last one repeats."""
 
     def __init__(self, *answers: httpx2.Response | Exception) -> None:
         self.answers = list(answers)
@@ -397,7 +399,7 @@ def answered(*answers: httpx2.Response | Exception, **options: Any) -> tuple[tok
 
 
 def refusal(error: TokentapeError, **headers: str) -> httpx2.Response:
-    """Return what the gateway answers for an error."""
+    """Return the gateway's response for an error."""
     return httpx2.Response(
         error.status, headers=error_headers(error) | headers, content=bytes(error_response(error).body)
     )
@@ -407,11 +409,11 @@ ERRORS = sorted((kind for kind in _with_subclasses(TokentapeError) if "code" in 
 
 
 class NoCode(InvalidRequest):
-    """An error that comes back as the one above it."""
+    """An error that is returned as its base class."""
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_every_error_comes_back_as_itself(kind: type[TokentapeError]) -> None:
+def test_every_error_round_trips(kind: type[TokentapeError]) -> None:
     error = kind() if kind is HeadersTooLarge else kind("what was found")
     found = answered_error(refusal(error))
     assert (type(found), str(found)) == (kind, str(error))
@@ -423,7 +425,7 @@ def test_retry_header_of_the_gateway_is_respected() -> None:
     with pytest.raises(LimitReached) as caught:
         never.engine()
     assert (transport.sent, caught.value.retry, caught.value.retry_after) == (1, False, 3000)
-    # Later than the call may take.
+    # Later than the timeout of the call.
     later, transport = answered(refusal(LimitReached("full", retry_after=61)))
     with pytest.raises(LimitReached) as caught:
         later.engine()
@@ -432,7 +434,7 @@ def test_retry_header_of_the_gateway_is_respected() -> None:
     assert (again.snapshots(), transport.sent) == ([], 2)
 
 
-def test_a_retry_waits_as_long_as_the_gateway_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_waits_as_long_as_the_gateway_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     client, _ = answered(refusal(LimitReached("full", retry_after=7)), httpx2.Response(200, json={"data": []}))
@@ -461,7 +463,7 @@ def test_retries_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8800", "127.0.0.1:8800", "ftp://127.0.0.1"])
-def test_a_url_without_http_is_refused(url: str) -> None:
+def test_url_without_http_is_refused(url: str) -> None:
     for kind in (tokentape.Client, tokentape.AsyncClient):
         with pytest.raises(InvalidRequest, match="http://"):
             kind(url)
@@ -475,7 +477,7 @@ def test_openai_base_url_is_accepted_and_session_url_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\u00e4", "key\r"])
-def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+def test_key_invalid_in_headers_is_refused(key: str) -> None:
     for kind in (tokentape.Client, tokentape.AsyncClient):
         with pytest.raises(InvalidRequest, match="line break") as caught:
             kind(api_key=key)
@@ -492,7 +494,7 @@ def test_unsendable_request_is_not_repeated(error: Exception) -> None:
 
 @pytest.mark.usefixtures("no_delay")
 @pytest.mark.parametrize("pin", [None, {"temperature": 0.5}])
-def test_named_session_is_created_although_its_answer_was_lost(gateway_url: str, pin: dict[str, Any] | None) -> None:
+def test_named_session_is_created_although_the_response_was_lost(gateway_url: str, pin: dict[str, Any] | None) -> None:
     client, transport = lossy(gateway_url, "answer")
     with client:
         assert client.session("mine", metadata={"task": 7}, pin=pin).info().metadata["task"] == 7
@@ -506,13 +508,13 @@ def test_named_session_is_created_although_its_answer_was_lost(gateway_url: str,
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_refusal_by_the_gateway_is_not_a_lost_answer() -> None:
+def test_refusal_by_the_gateway_is_not_a_lost_response() -> None:
     absent = refusal(NotFound("there is no session"))
     client, transport = answered(refusal(GatewayUnavailable("stopping")), absent)
     with pytest.raises(NotFound):
         tokentape.client.ClientSession(client, "s").delete()
     assert transport.sent == 2
-    # A gateway that lost its database does not know.
+    # A gateway without its database can't answer this.
     client, transport = answered(refusal(StoreUnavailable("lost")), absent)
     tokentape.client.ClientSession(client, "s").delete()
     assert transport.sent == 2
@@ -543,7 +545,7 @@ def test_download_is_repeated_until_its_body_starts(gateway_url: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_a_download_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
+def test_interrupted_download_is_not_repeated(tmp_path: Path) -> None:
     def broken() -> Iterator[bytes]:
         yield b"a line"
         raise httpx2.ReadError("reset")
@@ -563,7 +565,7 @@ def test_a_download_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_asynchronous_client_does_the_same(gateway_url: str, store: SqliteStore) -> None:
+async def test_asynchronous_client_behaves_like_the_client(gateway_url: str, store: SqliteStore) -> None:
     async with tokentape.AsyncClient(gateway_url) as client:
         session = await client.session(metadata={"task": 7}, pin={"temperature": 0.5})
         assert session_in_key(await session.api_key()) == session.session_id

@@ -1,4 +1,4 @@
-"""Threads that read answers of one kind for the first time, in a process that a crash may end."""
+"""Threads that parse a kind of response for the first time, in a process that may crash."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ for n in range(100):
 """
 
 
-def test_threads_that_read_their_first_answers_together_do_not_crash() -> None:
+def test_threads_that_parse_first_responses_together_do_not_crash() -> None:
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Where settings come from, and what is wrong with them."""
+"""Sources of settings, and errors in them."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_every_setting_can_be_set_in_the_environment() -> None:
     assert config.keys == {"alice": KEY, "bob": f"{KEY}=2"}
 
 
-def test_a_file_in_the_working_directory_is_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_in_the_working_directory_is_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("port = 1\n", encoding="utf-8")
     assert resolve({}, {}).config.port == 8800
     monkeypatch.chdir(file.parent)
     assert resolve({}, {}).config.port == 1
 
 
-def test_the_environment_can_name_the_file(file: Path) -> None:
+def test_file_can_be_named_in_the_environment(file: Path) -> None:
     file.write_text("port = 1\n", encoding="utf-8")
     assert resolve({}, {"TOKENTAPE_CONFIG": str(file)}).config.port == 1
 
@@ -118,7 +118,7 @@ def test_invalid_value_is_named(file: Path, text: str, reason: str) -> None:
     assert reason in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_an_error(file: Path) -> None:
+def test_missing_file_is_an_error(file: Path) -> None:
     with pytest.raises(InvalidRequest, match="No such file"):
         resolve({}, {}, file)
 
@@ -152,7 +152,7 @@ def test_secrets_are_not_shown() -> None:
     assert shown.count("***") == len(SECRETS)
 
 
-def test_a_database_is_shown_without_its_password() -> None:
+def test_database_is_shown_without_its_password() -> None:
     resolved = resolve({"store": "postgresql://me:secret@host/runs"}, {})
     assert resolved.shown("store") == "postgresql://me:***@host/runs"
     assert resolved.config.location == "postgresql://me:secret@host/runs"

@@ -1,4 +1,4 @@
-"""A skip that the machine is not the reason of is a failure in CI, and nowhere else."""
+"""A skip not caused by the machine is a failure in CI, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are whole, or as they were."""
+"""Files that are written completely or stay unchanged."""
 
 from __future__ import annotations
 

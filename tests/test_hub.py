@@ -28,7 +28,7 @@ def test_folder_resolves_to_itself(tmp_path: Path) -> None:
     assert not is_hub_name(tmp_path)
 
 
-def test_a_hub_name_is_the_snapshot_of_its_main_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_resolves_to_the_snapshot_of_its_main_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshots = cache(tmp_path, "a", "b", main="b")
     assert find_model(NAME, weights=False) == snapshots / "b"

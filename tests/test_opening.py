@@ -40,7 +40,7 @@ def test_slow_steps_are_logged_before_they_start(
     for _ in range(2):
         open_renderer(ServeConfig(model=model_dir))
     loading = f"loading tokenizer and chat template from {model_dir}"
-    # What was tried out is kept.
+    # Results of trials are cached.
     once = "trying out conversations with the chat template, once per model"
     assert [message.partition(" (")[0] for message in caplog.messages] == [loading, once, loading]
 

@@ -1,4 +1,4 @@
-"""What `import tokentape` offers, and what it costs."""
+"""Names and import cost of `import tokentape`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Makefile's suites against the markers: what `make test` leaves out is in a suite that finds it."""
+"""The Makefile's suites and the markers: every test that `make test` leaves out is in another suite."""
 
 from __future__ import annotations
 

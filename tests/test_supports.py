@@ -15,7 +15,7 @@ dense = st.tuples(st.integers(0, VOCABULARY), st.sets(st.integers(0, 300), min_s
 
 
 @given(scattered | dense)
-def test_the_ids_come_back_in_order(ids: set[int]) -> None:
+def test_ids_are_returned_in_order(ids: set[int]) -> None:
     support = pack(list(ids), 10**6)
     found = kept_ids(support)
     assert found is not None

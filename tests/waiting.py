@@ -1,4 +1,4 @@
-"""Waiting in tests: for what is to happen, never for a time in which it should have happened."""
+"""Waiting in tests: for an event, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 240.0
 
 
 def until(true: Callable[[], object]) -> None:
-    """Return once `true()` holds, however long that takes."""
+    """Return once `true()` holds, without a time limit."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, "it never came to hold"

@@ -65,12 +65,14 @@ class Setting:
     @property
     def help(self) -> str:
         """The help of the option, with the default."""
-        said, default = self.option.help if self.option else "", self.default
-        if default in (None, ()) or isinstance(default, Mapping) or "Default: " in said:
-            return said
+        help_text, default = self.option.help if self.option else "", self.default
+        if default in (None, ()) or isinstance(default, Mapping) or "Default: " in help_text:
+            return help_text
         if isinstance(default, bool):
             default = "yes" if default else "no"
-        return f"{said} Default: {default:g}." if isinstance(default, float) else f"{said} Default: {default}."
+        return (
+            f"{help_text} Default: {default:g}." if isinstance(default, float) else f"{help_text} Default: {default}."
+        )
 
     def convert(self, value: Any, where: str, *, strict: bool) -> Any:
         """Convert `value` to the setting's type. Raises `InvalidRequest` with a message that begins with `where`."""

@@ -1,8 +1,8 @@
-"""The pairs of template and tokenizer that tests of chat try: the small ones of `data/models`, and real ones beside.
+"""The pairs of template and tokenizer for tests of chat: the small ones of `data/models`, and real ones.
 
-A name such as `qwen3/templates/Qwen3.jinja` is looked up in `data/models`, or among the real ones while the fixture
-`source` says so; `real/qwen3/...` is always a real one. Real ones are read from `TOKENTAPE_TOKENIZERS`, by default a
-folder beside the repository. Tests are made for those that are there: none is skipped for one that is not.
+A name such as `qwen3/templates/Qwen3.jinja` is looked up in `data/models`, or among the real pairs if the fixture
+`source` is real; `real/qwen3/...` is always a real pair. Real ones are read from `TOKENTAPE_TOKENIZERS`, by default a
+folder beside the repository. Tests exist only for available pairs: none is skipped for a missing pair.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokentape.types import Setup
 SMALL = Path(__file__).parent / "data" / "models"
 
 STAND_IN = "qwen3"
-"""Families that come without a tokenizer are tried with this one."""
+"""Tokenizer for families without a tokenizer."""
 
 WRITTEN_HERE = {
     "llama3/templates/Llama-3-Instruct.jinja": "gemma3/templates/turns.jinja",
@@ -39,10 +39,10 @@ WRITTEN_HERE = {
     "minimax_m2/templates/MiniMax-M2.jinja": "minimax_m2/templates/invoke.jinja",
     "nemotron3/templates/Nemotron-3-Nano.jinja": "nemotron3/templates/forced-thinking.jinja",
 }
-"""What stands in `data/models` for a template that may not be copied: one that writes calls and turns the same way."""
+"""Substitutes in `data/models` for templates that may not be copied: they write calls and turns the same way."""
 
 REAL_SAMPLE = ("mistral_v3_spm/templates/v3_spm.jinja", "qwen3/templates/Qwen3.jinja")
-"""The real pairs that `make test` tries; `make test-slow` tries all."""
+"""The real pairs of `make test`; `make test-slow` uses all."""
 
 
 def templates_in(root: Path) -> list[str]:
@@ -53,15 +53,15 @@ SMALL_TEMPLATES = templates_in(SMALL)
 REAL_TEMPLATES = [f"real/{name}" for name in templates_in(REAL)] if HAVE_REAL else []
 
 
-def slow_unless(one: Any, *often: Any) -> Any:
-    """A parameter that only slow runs try, unless it is one of those to be tried often."""
-    return one if one in often else pytest.param(one, marks=pytest.mark.slow)
+def slow_unless(parameter: Any, *often: Any) -> Any:
+    """Return a parameter for slow runs only, unless it is in `often`."""
+    return parameter if parameter in often else pytest.param(parameter, marks=pytest.mark.slow)
 
 
 EVERY_TEMPLATE = SMALL_TEMPLATES + [
     slow_unless(name, *(f"real/{sample}" for sample in REAL_SAMPLE)) for name in REAL_TEMPLATES
 ]
-"""Parameters: each small pair, and each real one that is there."""
+"""Parameters: each small pair, and each available real pair."""
 
 OFTEN_CERTIFIED = (
     "deepseek_v3/templates/sections.jinja",
@@ -72,7 +72,7 @@ OFTEN_CERTIFIED = (
     "qwen3/templates/Qwen3.jinja",
     "unigram/templates/roles.jinja",
 )
-"""Of each kind of vocabulary, and of each way of writing calls and turns: a certificate takes a second."""
+"""Pairs of each kind of vocabulary and of each notation of calls and turns: a certificate takes a second."""
 
 CERTIFIED = [slow_unless(name, *OFTEN_CERTIFIED) for name in [*SMALL_TEMPLATES, *REAL_TEMPLATES]]
 """Parameters of tests that need the certificate of a pair."""
@@ -83,7 +83,7 @@ KINDS = ("qwen3", "gpt_oss", "mistral_v3_spm", "gemma3", "unigram")
 
 REAL_FAMILIES = [f"real/{path.parent.name}" for path in sorted(REAL.glob("*/tokenizer.json"))]
 EVERY_FAMILY = FAMILIES + [slow_unless(name, "real/mistral_v3_spm") for name in REAL_FAMILIES]
-"""Parameters: each small tokenizer, and each real one that is there."""
+"""Parameters: each small tokenizer, and each available real tokenizer."""
 
 ADD = {
     "type": "function",
@@ -103,14 +103,14 @@ _sources = ["small"]
 
 @pytest.fixture(scope="module", params=["small", *([pytest.param("real", marks=pytest.mark.slow)] * HAVE_REAL)])
 def source(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Makes names without a prefix those of small pairs, then of real ones."""
+    """Resolve names without a prefix to small pairs, then to real pairs."""
     _sources.append(request.param)
     yield request.param
     _sources.pop()
 
 
 def model_path(name: str) -> Path:
-    """Return the path of a template or family, of the source that is tried or of the one that its prefix names."""
+    """Return the path of a template or family, of the current source or of the source in its prefix."""
     first, _, rest = name.partition("/")
     if first == "real" or _sources[-1] == "real":
         return REAL / (rest if first == "real" else name)
@@ -138,12 +138,12 @@ def _certificate(path: Path) -> Certificate:
 
 
 def load_tokenizer(family: str) -> Tokenizer:
-    """Return a family's tokenizer, loaded once."""
+    """Return a family's tokenizer, cached."""
     return _tokenizer(model_path(family))
 
 
 def load_renderer(template: str) -> Renderer:
-    """Return the renderer of a template and the tokenizer of its family, made once."""
+    """Return the renderer of a template and the tokenizer of its family, cached."""
     path = model_path(template)
     TRIED.add(f"{'real' if path.is_relative_to(REAL) else 'small'} {path.parents[1].name}/{path.name}")
     return _renderer(path)
@@ -172,7 +172,7 @@ def _tokenizer_of_kind(family: str, kind: str) -> Tokenizer:
 
 
 def load_certificate(template: str) -> Certificate:
-    """Return the certificate of a pair, made once."""
+    """Return the certificate of a pair, cached."""
     load_renderer(template)
     return _certificate(model_path(template))
 

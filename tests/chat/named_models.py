@@ -1,11 +1,11 @@
-"""Models of other projects: prompts, bridges and replies against `apply_chat_template`, on generated conversations.
+"""Models of other projects: prompts, bridges and replies, compared with `apply_chat_template`.
 
     python -m tests.chat.named_models --models FOLDER --conversations 200
-    python -m tests.chat.named_models --models FOLDER --only SmolLM3 --number 17      # one conversation again
+    python -m tests.chat.named_models --models FOLDER --only SmolLM3 --number 17      # a single conversation
 
 FOLDER holds chat templates (`NAME.jinja`) and model folders (with `tokenizer.json` and `chat_template.jinja`). A
 template without a tokenizer gets a small one, trained for it, that has its control tokens; `NAME.json` beside it may
-say which `eos_token` ends turns, and name `controls` that the template puts together from pieces. Conversations,
+set the `eos_token` that ends turns, and name `controls` that the template assembles from pieces. Conversations,
 completions and the comparison are those of `tests.generator`; the oracle is the folder's tokenizer as transformers
 loads it. Conversations that it refuses are not counted.
 """
@@ -63,26 +63,28 @@ class Transformers(Reference):
 
 
 class CompletionsAtRandom(Judge):
-    """Judges ids at random as well: any, and in place of the content of the template's own turn."""
+    """Also judges random ids: alone, and in place of the content of the template's turn."""
 
-    def _truncated(self, one: Conversation, turn: SampledTurn) -> None:
-        super()._truncated(one, turn)
-        rng, tokenizer = self.rng_of(f"random ids {one.number}"), self.product.renderer.tokenizer
+    def _truncated(self, conversation: Conversation, turn: SampledTurn) -> None:
+        super()._truncated(conversation, turn)
+        rng, tokenizer = self.rng_of(f"random ids {conversation.number}"), self.product.renderer.tokenizer
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 40))]
         text = [token_id for token_id in ids if tokenizer.control_by_id(token_id) is None]
-        content = (one.reply.get("content") or "").strip()
+        content = (conversation.reply.get("content") or "").strip()
         before = turn.text.partition(content)[0] if content and content in turn.text else ""
-        if self.product.left_in_reasoning(self.reference.render(one.history, one.tools, generate=True), before):
+        if self.product.left_in_reasoning(
+            self.reference.render(conversation.history, conversation.tools, generate=True), before
+        ):
             before += self.product.reasoning[1]
         opened = [*self.reference.encode(before).ids, *text]
-        ended = [*opened, *turn.ids[-1:]] if turn.stop and not one.reply.get("tool_calls") else text
+        ended = [*opened, *turn.ids[-1:]] if turn.stop and not conversation.reply.get("tool_calls") else text
         for sampled in (ids, opened, ended):
             self.counts["random completions"] += 1
-            self._after_any(one, sampled)
+            self._after_any(conversation, sampled)
 
 
 def folders(models: Path, scratch: Path, only: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield each model's name, if `only` is in it, and folder; made in `scratch` for a template without a tokenizer."""
+    """Yield each model's name, if `only` is in it, and folder. Templates alone get a folder in `scratch`."""
     scratch.mkdir(exist_ok=True)
     for path in sorted(models.iterdir()):
         if only not in path.name:
@@ -98,7 +100,7 @@ def folders(models: Path, scratch: Path, only: str = "") -> Iterator[tuple[str, 
 
 
 def _completed(folder: Path, scratch: Path) -> Path:
-    """The model folder with the files that the oracle reads: ids that end turns, and the template as a file."""
+    """Return the model folder with the oracle's files: ids that end turns, and the template as a file."""
     scratch.mkdir()
     for path in folder.iterdir():
         (scratch / path.name).symlink_to(path.resolve())
@@ -124,23 +126,27 @@ def judge(name: str, folder: Path, numbers: Sequence[int], count: int, kwargs: d
     source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     controls, as_text = sorted(reference.controls), takes_text(reference)
     made = conversations(rng_of, source, controls, numbers, arguments_as_text=as_text)
-    judged.judge([one for one in made if _renders(reference, one)][:count], constants_of(source))
+    judged.judge(
+        [conversation for conversation in made if _renders(reference, conversation)][:count], constants_of(source)
+    )
     return judged
 
 
-def _renders(reference: Reference, one: Conversation) -> bool:
+def _renders(reference: Reference, conversation: Conversation) -> bool:
     try:
-        reference.render([*one.history, one.reply, *one.new], one.tools, generate=True)
+        reference.render(
+            [*conversation.history, conversation.reply, *conversation.new], conversation.tools, generate=True
+        )
     except Refused:
         return False
     return True
 
 
 def run(models: Path, count: int, only: str = "", number: int | None = None, *, no_thinking: bool = False) -> int:
-    """Judge each model in turn, print what was compared and found, and return the number of findings."""
+    """Judge each model in turn, print the comparisons and findings, and return the number of findings."""
     kwargs = {"enable_thinking": False} if no_thinking else {}
     numbers = range(10 * count) if number is None else [number]
-    found = 0
+    count_found = 0
     with TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, folder in folders(models, Path(scratch), only):
@@ -149,18 +155,18 @@ def run(models: Path, count: int, only: str = "", number: int | None = None, *, 
                 judged = judge(name, folder, numbers, count, kwargs)
             except TokentapeError as error:
                 print(f"{name}: refused: {error}", flush=True)
-                found += 1
+                count_found += 1
                 continue
             print(f"{name}: {dict(judged.counts)}; {time.process_time() - started:.0f} s of CPU", flush=True)
-            for kind, times in Counter(one.kind for one in judged.findings).items():
-                example = next(one for one in judged.findings if one.kind == kind)
+            for kind, times in Counter(finding.kind for finding in judged.findings).items():
+                example = next(finding for finding in judged.findings if finding.kind == kind)
                 print(f"  {times} x {kind}: conversation {example.conversation}: {example.detail}", flush=True)
-            found += len(judged.findings)
-    return found
+            count_found += len(judged.findings)
+    return count_found
 
 
 def main() -> int:
-    """Judge the models that the command line names; the status is 1 if anything was found."""
+    """Judge the models that the command line names; the status is 1 if there are findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.chat.named_models", description=__doc__)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--conversations", type=int, default=200)

@@ -1,4 +1,4 @@
-"""Conversations, and what transformers' own rendering code makes of them."""
+"""Conversations, and their renderings by transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rendered_by_transformers(
     *,
     generate: bool = True,
 ) -> str:
-    """Text by transformers' own rendering code."""
+    """Render text with transformers."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered, _ = render_jinja_template(
@@ -47,7 +47,7 @@ def rendered_by_transformers(
 
 
 def by_transformers(renderer: Renderer, messages: list[dict[str, Any]], *, generate: bool = True) -> list[int] | None:
-    """Ids by transformers' own rendering code; None if the template refuses."""
+    """Render ids with transformers; None if the template refuses."""
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
     special = renderer.tokenizer.special_tokens
     try:

@@ -20,7 +20,7 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 
 
 def spec_with(*tokens: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """Return the tiny model's tokenizer.json with more added tokens, in the order given."""
+    """Return the tiny model's tokenizer.json with more added tokens, in this order."""
     spec = json.loads((MODEL / "tokenizer.json").read_bytes())
     spec |= parts
     next_id = 1 + max(token["id"] for token in spec["added_tokens"])
@@ -50,14 +50,14 @@ def test_a_token_that_the_template_writes_is_control() -> None:
     assert tokenizer.encode_marked(call.mark).ids == [call.id]
 
 
-def test_a_token_that_the_template_puts_together_is_control() -> None:
+def test_token_that_the_template_assembles_is_control() -> None:
     source = "{% for m in messages %}{{ '[' + m.role | upper + ']' + m.content }}{% endfor %}"
     tokenizer = Renderer(tokenizer_of(spec_with({"content": "[USER]"}, TAG)), ChatTemplate(source)).tokenizer
     assert tokenizer.control("[USER]") is not None
     assert tokenizer.control("<b>") is None
 
 
-def test_a_word_that_the_template_writes_stays_text() -> None:
+def test_plain_word_of_the_template_stays_text() -> None:
     spec = spec_with({"content": "weather"})
     tokenizer = tokenizer_of(spec).for_template("Tools for the weather")
     assert tokenizer.control("weather") is None
@@ -72,7 +72,7 @@ def test_a_token_that_a_configuration_names_is_control(config: dict[str, Any]) -
     assert Tokenizer(json.dumps(spec).encode(), named).control("<image>") is not None
 
 
-def test_the_list_of_all_added_tokens_names_none() -> None:
+def test_list_of_all_added_tokens_makes_none_control() -> None:
     spec = spec_with(TAG)
     config = {"added_tokens_decoder": {"4000": {"content": "<b>"}}}
     assert Tokenizer(json.dumps(spec).encode(), config).control("<b>") is None
@@ -83,7 +83,7 @@ def test_tokens_between_bars_are_control(content: str) -> None:
     assert tokenizer_of(spec_with({"content": content})).control(content) is not None
 
 
-def test_strict_text_makes_every_added_token_control_but_white_space() -> None:
+def test_strict_text_makes_every_added_token_except_white_space_control() -> None:
     tokenizer = tokenizer_of(spec_with(TAG, SPACES), strict_text=True)
     tag = tokenizer.control("<b>")
     assert tag is not None
@@ -91,15 +91,15 @@ def test_strict_text_makes_every_added_token_control_but_white_space() -> None:
     assert [token.content for token in tokenizer.text_tokens] == ["   "]
 
 
-def test_ids_are_those_that_the_library_gives() -> None:
+def test_ids_match_the_library() -> None:
     spec = spec_with({"content": "<|far|>"}, {"content": "<|next|>"})
     in_vocabulary = next(iter(spec["model"]["vocab"]))
     spec["added_tokens"][-2]["id"] += 500
     spec["added_tokens"].append({"id": 9000, **FLAGS, "content": in_vocabulary})
     library = from_text(json.dumps(spec))
-    found = {token.content: token.id for token in read_added_tokens(spec)}
-    assert found == {content: library.token_to_id(content) for content in found}
-    assert found["<|far|>"] != spec["added_tokens"][-3]["id"]
+    tokens = {token.content: token.id for token in read_added_tokens(spec)}
+    assert tokens == {content: library.token_to_id(content) for content in tokens}
+    assert tokens["<|far|>"] != spec["added_tokens"][-3]["id"]
 
 
 VARIANTS = {
@@ -142,8 +142,8 @@ def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPa
                 twin["model"]["merges"] = [m for m in twin["model"]["merges"] if m != twin["model"]["merges"][-1]]
             case "vocab":
                 vocab = twin["model"]["vocab"]
-                one, other = [piece for piece in vocab if piece.isascii() and piece.isalpha()][-2:]
-                vocab[one], vocab[other] = vocab[other], vocab[one]
+                left, right = [piece for piece in vocab if piece.isascii() and piece.isalpha()][-2:]
+                vocab[left], vocab[right] = vocab[right], vocab[left]
             case "normalizer":
                 twin["normalizer"] = {"type": "NFKC"}
             case _:
@@ -151,12 +151,12 @@ def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPa
         return twin
 
     monkeypatch.setattr(tokenizer_module, "_rename_controls", faulty)
-    monkeypatch.setattr(twin_proof, "_AT_ONCE", 2000)  # it ends with the texts among which the difference is found
+    monkeypatch.setattr(twin_proof, "_AT_ONCE", 2000)  # it ends with the texts that include the difference
     with pytest.raises(TokenizerUnusable, match="encodes to"):
         prove_twin(tokenizer_of(spec_with(TAG)))
 
 
-def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
     tokenizer = tokenizer_of(spec_with(TAG))
     proved: list[Tokenizer] = []
@@ -166,7 +166,7 @@ def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     assert proved == [tokenizer]
 
 
-def test_no_file_is_kept_for_a_twin_that_differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_no_file_is_written_for_a_differing_twin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
     monkeypatch.setattr(
         tokenizer_module, "_rename_controls", lambda spec, name: {**spec, "normalizer": {"type": "NFD"}}

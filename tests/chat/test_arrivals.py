@@ -1,4 +1,4 @@
-"""Completions cut off, mangled or hostile, as tokens arrive: nothing is lost, no call is made up."""
+"""Truncated, mangled or hostile completions, as tokens arrive: no text is lost, no call is invented."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tokentape.errors import TemplateRefused
 
 @functools.cache
 def written(template: str) -> tuple[list[int], ...]:
-    """Completions as the template writes them, one for each kind of turn."""
+    """Return completions as the template writes them, one for each kind of turn."""
     renderer = load_renderer(template)
     setup = grammar.setup(renderer.fingerprint, {})
     completions = []
@@ -62,7 +62,7 @@ def stream(template: str, ids: list[int], step: int, stop_strings: tuple[str, ..
 @pytest.mark.parametrize(
     "template", [slow_unless(name, QWEN3, MISTRAL_V13) for name in SMALL_TEMPLATES + REAL_TEMPLATES]
 )
-def test_a_completion_cut_off_anywhere_loses_nothing_and_makes_up_no_call(template: str) -> None:
+def test_truncated_completion_loses_no_text_and_invents_no_call(template: str) -> None:
     renderer = load_renderer(template)
     words = ("answerword", "thoughtword", "line one", "réponse")
     for ids in written(template):
@@ -79,7 +79,7 @@ def test_a_completion_cut_off_anywhere_loses_nothing_and_makes_up_no_call(templa
 
 
 def mangled(template: str, rng: random.Random) -> list[int]:
-    """Ids of a completion or two, with pieces missing, doubled, moved and strewn in."""
+    """Draw ids of one or two completions, with pieces missing, doubled, moved and inserted."""
     renderer = load_renderer(template)
     tokenizer = renderer.tokenizer
     ids = [i for _ in range(rng.randint(1, 2)) for i in rng.choice(written(template))]
@@ -111,7 +111,7 @@ def mangled(template: str, rng: random.Random) -> list[int]:
 )
 @given(data=st.data(), seed=st.integers(0, 2**32), stop=st.sampled_from([(), ("here",), ("\n\n",)]))
 @settings(max_examples=examples(40), deadline=None)
-def test_what_is_told_does_not_depend_on_how_tokens_arrive(
+def test_reply_does_not_depend_on_token_chunking(
     templates: list[str], data: st.DataObject, seed: int, stop: tuple[str, ...]
 ) -> None:
     template = data.draw(st.sampled_from(templates))
@@ -140,7 +140,7 @@ HOSTILE = [
     "template", [QWEN3, CODER, GLM, LLAMA, MISTRAL_V3, MISTRAL_V13, DEEPSEEK_V31, GPT_OSS, MINIMAX]
 )
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_completions_are_read_to_their_end(template: str, text: str) -> None:
+def test_hostile_completions_are_parsed_to_their_end(template: str, text: str) -> None:
     reply = parse(template, text, ended=False)
     json.dumps([reply.content, reply.reasoning, [call.arguments for call in reply.tool_calls]]).encode("utf-8")
     assert [call for call in reply.tool_calls if call.status == "ok"] == []

@@ -28,7 +28,7 @@ def test_overlap_is_the_longest_suffix_that_is_a_prefix(completion: list[int], t
 
 
 def bridged(renderer: Renderer, completion: str) -> tuple[str, str]:
-    """The text of a bridge, and the part of it that closes the turn."""
+    """Return the text of a bridge, and the part of it that closes the turn."""
     tokenizer = renderer.tokenizer
     ids = tokenizer.array(tokenizer.encode_plain(completion))
     added = renderer.bridge(ids, REPLY, [NEXT], setup_for(renderer))
@@ -37,7 +37,7 @@ def bridged(renderer: Renderer, completion: str) -> tuple[str, str]:
 
 
 @pytest.mark.usefixtures("source")
-def test_a_token_that_ends_conversations_stands_for_the_one_that_ends_turns() -> None:
+def test_token_that_ends_conversations_counts_as_the_end_of_turn() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     text, closing = bridged(renderer, "<|channel|>final<|message|>hi<|return|>")
     assert text == "<|start|>user<|message|>next<|end|><|start|>assistant"
@@ -45,7 +45,7 @@ def test_a_token_that_ends_conversations_stands_for_the_one_that_ends_turns() ->
 
 
 @pytest.mark.usefixtures("source")
-def test_a_truncated_turn_is_closed_with_the_token_that_ends_turns() -> None:
+def test_truncated_turn_is_closed_with_the_end_of_turn_token() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     text, closing = bridged(renderer, "<|channel|>final<|message|>hi")
     assert text == "<|end|><|start|>user<|message|>next<|end|><|start|>assistant"
@@ -86,11 +86,11 @@ ENDS_ALIKE = """{%- if tools %}### system: {{ tools | tojson }}<|endoftext|>
 {{- '<|im_end|>' if loop.last and not add_generation_prompt else '<|endoftext|>' }}
 {% else -%}### {{ m.role }}: {{ m.content }}<|endoftext|>
 {% endif %}{%- endfor -%}"""
-"""Text begins messages, no generation prompt is written, and no two questions in a row are taken."""
+"""Text begins messages, no generation prompt is written, and two questions in a row are refused."""
 
 
 @pytest.mark.usefixtures("source")
-def test_what_ends_a_question_is_not_taken_for_a_generation_prompt() -> None:
+def test_end_of_a_question_is_not_taken_for_a_generation_prompt() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ENDS_ALIKE))
     assert renderer.format(setup_for(renderer)).generation_prompt == ""
     text, _ = bridged(renderer, "### assistant: hi<|im_end|>")
@@ -129,9 +129,7 @@ LAST_TURN_DIFFERS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 @pytest.mark.parametrize("marks", [("[calls]", "[end]"), ("<tool_call>", "</tool_call>")])
 @pytest.mark.parametrize("label", ["", ', "id": "call00001"'])
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
-def test_what_the_template_writes_in_earlier_turns_only_is_not_repeated(
-    end: str, label: str, marks: tuple[str, str]
-) -> None:
+def test_text_written_only_in_earlier_turns_is_not_repeated(end: str, label: str, marks: tuple[str, str]) -> None:
     source = LAST_TURN_DIFFERS.replace("[calls]", marks[0]).replace("[end]", marks[1])
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
     tokenizer = renderer.tokenizer
@@ -151,7 +149,7 @@ PLAN_AND_FINAL = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.usefixtures("source")
-def test_reasoning_that_was_cut_short_is_closed_without_a_header_that_nothing_follows() -> None:
+def test_truncated_reasoning_is_closed_without_an_empty_header() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PLAN_AND_FINAL))
     text, closing = bridged(renderer, "<|box_start|>plan<|quad_start|>a thought")
     assert text.startswith("<|box_end|><|im_end|><|im_start|>user<|quad_start|>next")
@@ -165,7 +163,7 @@ ENDS_TWICE = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.usefixtures("source")
-def test_the_model_stops_at_the_first_of_two_tokens_that_end_a_turn() -> None:
+def test_model_stops_at_the_first_of_two_end_of_turn_tokens() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ENDS_TWICE))
     assert bridged(renderer, "hi<|im_end|>")[0].startswith("<|im_end|>\n<|im_start|>user\nnext")
     assert bridged(renderer, "hi")[0].startswith("<|im_end|><|im_end|>\n<|im_start|>user\nnext")
@@ -177,7 +175,7 @@ NUMBERED = """{%- for m in messages -%}### {{ m.role }} {{ loop.index }}: {{ m.c
 
 
 @pytest.mark.usefixtures("source")
-def test_the_end_of_a_turn_is_found_where_prompts_are_numbered_text() -> None:
+def test_end_of_turn_is_detected_with_numbered_text_prompts() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED))
     for completion in ("hi<|endoftext|>", "hi<|im_end|>"):
         assert bridged(renderer, completion)[0] == "\n### user 3: next<|endoftext|>\n### assistant 4: "
@@ -190,7 +188,7 @@ ASKED_LAST = """{%- for m in messages -%}### {{ m.role }}: {{ m.content }}
 
 
 @pytest.mark.usefixtures("source")
-def test_what_ends_turns_is_found_where_the_last_question_is_marked() -> None:
+def test_end_of_turn_is_detected_if_the_last_question_is_marked() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ASKED_LAST))
     expected = "### user: next (your last question)<|fim_suffix|>### assistant:"
     assert bridged(renderer, "hi<|im_end|>")[0] == expected
@@ -204,7 +202,7 @@ PLAN_AND_MARK = """{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-def test_reasoning_cut_short_is_closed_without_the_next_header_where_the_last_question_is_marked() -> None:
+def test_truncated_reasoning_is_closed_without_the_next_header() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PLAN_AND_MARK))
     _, closing = bridged(renderer, "<|box_start|>plan<|quad_start|>a thought")
     assert closing.startswith("<|box_end|>")
@@ -220,7 +218,7 @@ LAST_IS_FINAL = """{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-def test_reasoning_cut_short_is_closed_without_what_only_the_last_turn_says() -> None:
+def test_truncated_reasoning_is_closed_without_text_of_the_last_turn() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_IS_FINAL))
     text, closing = bridged(renderer, "<|im_start|>assistant:plan\na thought")
     assert text == "\n\n<|im_start|>user\nnext\n"
@@ -234,7 +232,7 @@ SPEAKERS = """{{ '<|fim_middle|>rules<|im_end|>' }}{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-def test_what_ends_messages_is_no_generation_prompt_where_the_template_begins_with_its_own_message() -> None:
+def test_message_end_is_no_generation_prompt_after_a_default_system_message() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(SPEAKERS))
     form = renderer.format(setup_for(renderer))
     assert renderer.tokenizer.spell_marks(form.generation_prompt) == "<|fim_suffix|> "
@@ -247,14 +245,14 @@ NO_PROMPT = """{{ 'rules<|im_end|>' }}{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-def test_what_ends_messages_is_no_generation_prompt_where_the_template_writes_none() -> None:
+def test_message_end_is_no_generation_prompt_if_there_is_none() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_PROMPT))
     assert renderer.format(setup_for(renderer)).generation_prompt == ""
     assert bridged(renderer, "(assistant 2) hi<|im_end|>")[0] == "(user 3) next<|im_end|>"
 
 
 @pytest.mark.usefixtures("source")
-def test_a_result_without_the_name_that_the_template_writes_is_refused_after_a_reply_without_calls() -> None:
+def test_result_without_a_needed_name_is_refused_after_a_reply_without_calls() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain("<|channel|>final<|message|>hi<|return|>"))
     answer = {"role": "tool", "tool_call_id": "call00001", "content": "ok"}
@@ -275,18 +273,18 @@ LISTENS = """{%- set ns = namespace(brief=false) -%}{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-@pytest.mark.parametrize("said", ["/brief", "at length"])
-def test_a_contextual_bridge_follows_a_word_that_was_said_beside_a_call(said: str) -> None:
+@pytest.mark.parametrize("beside", ["/brief", "at length"])
+def test_contextual_bridge_depends_on_text_beside_a_call(beside: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LISTENS))
-    reply = {"role": "assistant", "content": said, "tool_calls": [call(0, {"a": 1})]}
+    reply = {"role": "assistant", "content": beside, "tool_calls": [call(0, {"a": 1})]}
     ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain("{}<|im_end|>"))
     added = renderer.bridge(ids, reply, [result(0)], setup_for(renderer), history=[NEXT])
-    assert renderer.tokenizer.decode(added.ids.tolist()).endswith("<think></think>") is (said == "/brief")
+    assert renderer.tokenizer.decode(added.ids.tolist()).endswith("<think></think>") is (beside == "/brief")
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, {"note": "x"}])
 @pytest.mark.parametrize("call_id", ["call00000", "Zx81kQ0pL"])
-def test_an_id_in_what_closes_a_call_is_the_calls_own(arguments: dict[str, Any], call_id: str) -> None:
+def test_id_in_the_close_of_a_call_is_the_call_s_id(arguments: dict[str, Any], call_id: str) -> None:
     renderer = load_renderer("mistral_nemo/templates/v7.jinja")
     setup = setup_for(renderer)
     text = f'[TOOL_CALLS][{{"name": "add", "arguments": {json.dumps(arguments)}, "id": "{call_id}"}}]</s>'
@@ -300,7 +298,7 @@ def test_an_id_in_what_closes_a_call_is_the_calls_own(arguments: dict[str, Any],
 @pytest.mark.parametrize("call_id", ["call00000", "Zk3Lq8Wm2"])
 @pytest.mark.parametrize("note", ["x", ["é"], {"k": 1}, None])
 @pytest.mark.usefixtures("source")
-def test_an_id_after_the_arguments_ends_the_call_whatever_it_is(call_id: str, note: object) -> None:
+def test_any_id_after_the_arguments_ends_the_call(call_id: str, note: object) -> None:
     renderer = load_renderer("mistral_nemo/templates/v3.jinja")
     setup, tokenizer = setup_for(renderer), renderer.tokenizer
     calling = {**call(0, {"a": 1, "note": note}), "id": call_id}
@@ -326,8 +324,8 @@ CONTENT_LAST = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 def test_a_call_is_not_closed_again_after_the_content_that_follows_it(history: list[dict[str, Any]] | None) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(CONTENT_LAST))
     reply = {"role": "assistant", "content": "so there", "tool_calls": [call(0, {"a": 1})]}
-    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}so there'
-    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(said))
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}so there'
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(text))
     added = renderer.bridge(ids, reply, [result(0)], setup_for(renderer), history)
     expected = f"<|im_start|>tool\n{result(0)['content']}<|im_start|>assistant\n"
     assert renderer.tokenizer.decode(added.ids) == expected
@@ -345,7 +343,7 @@ PLANS = """{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-def test_a_header_that_closes_what_was_left_open_is_written_once() -> None:
+def test_header_that_closes_an_open_part_is_written_once() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PLANS))
     ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(":plan<|fim_suffix|>\nso far"))
     added = renderer.bridge(ids, {"role": "assistant", "content": "so far"}, [NEXT], setup_for(renderer), [NEXT])
@@ -361,7 +359,7 @@ ENDS_WITH_CONTENT = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.usefixtures("source")
-def test_what_stands_between_calls_and_content_is_no_stop_token() -> None:
+def test_separator_of_calls_and_content_is_no_stop_token() -> None:
     tokenizer = load_tokenizer("qwen3")
     renderer = Renderer(tokenizer, ChatTemplate(ENDS_WITH_CONTENT))
     between = tokenizer.control("<|box_end|>")
@@ -393,7 +391,7 @@ UNENDED = """{%- for m in messages -%}
 
 
 @pytest.mark.usefixtures("source")
-def test_a_header_that_stands_within_turns_is_no_stop_token() -> None:
+def test_header_within_turns_is_no_stop_token() -> None:
     tokenizer = load_tokenizer("qwen3")
     renderer = Renderer(tokenizer, ChatTemplate(CHANNELS))
     stops = renderer.stop_ids(setup_for(renderer))
@@ -404,7 +402,7 @@ def test_a_header_that_stands_within_turns_is_no_stop_token() -> None:
 
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_word_that_opens_reasoning_opens_none_in_the_midst_of_content(step: int) -> None:
+def test_reasoning_opener_within_content_opens_no_reasoning(step: int) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(UNENDED))
     setup = setup_for(renderer)
     assert renderer.format(setup).reasoning is not None
@@ -438,7 +436,7 @@ UNENDED_CALLS = """{%- for m in messages -%}
         ("}}\n</tool_call><|im_end|>", "\n"),
     ],
 )
-def test_what_closes_a_call_is_written_once_where_a_header_stands_within_turns(end: str, closing: str) -> None:
+def test_call_close_is_written_once_if_turns_contain_headers(end: str, closing: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(UNENDED_CALLS))
     written = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1' + end
     ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(written))
@@ -458,7 +456,7 @@ FRAMED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
     ("completion", "closing"),
     [("<|box_start|>h", "<|box_end|><|im_end|>"), ("<|box_start|>h<|box_end|>", "<|im_end|>"), ("h", "<|im_end|>")],
 )
-def test_the_frame_of_content_that_was_cut_short_is_closed(completion: str, closing: str) -> None:
+def test_delimiters_of_truncated_content_are_closed(completion: str, closing: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED))
     following = "<|im_start|>user next<|im_end|><|im_start|>assistant"
     assert bridged(renderer, completion) == (closing + following, closing)
@@ -473,7 +471,7 @@ SWITCHED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.usefixtures("source")
-def test_a_spliced_turn_keeps_what_its_conversation_prompts_with() -> None:
+def test_spliced_turn_keeps_the_prompt_of_its_conversation() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(SWITCHED))
     sampled = {1: renderer.tokenizer.array(renderer.tokenizer.encode_plain("hi<|im_end|>"))}
     for word in ("/brief", "long"):
@@ -490,7 +488,7 @@ FROM_THE_SECOND_ANSWER = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.usefixtures("source")
-def test_reasoning_that_only_later_answers_show_is_found_and_closed() -> None:
+def test_reasoning_shown_only_by_later_answers_is_closed() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FROM_THE_SECOND_ANSWER))
     reply = parsed(renderer, "<think>so</think>hi<|im_end|>")
     assert (reply.reasoning, reply.content) == ("so", "hi")
@@ -505,11 +503,11 @@ LAST_QUESTION_MARKED = """{%- for m in messages -%}
 {%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}
 {{ ' (last)' if loop.last and m.role == 'user' }}<|im_end|>
 {% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{% endif -%}"""
-"""Before content and before calls, another token follows the header."""
+"""Different tokens follow the header before content and before calls."""
 
 
 @pytest.mark.usefixtures("source")
-def test_reasoning_that_was_cut_short_is_closed_where_the_last_question_is_marked() -> None:
+def test_truncated_reasoning_is_closed_if_the_last_question_is_marked() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_QUESTION_MARKED))
     text, closing = bridged(renderer, "<|box_start|>a thought")
     assert closing == "<|box_end|><|im_end|>"
@@ -531,7 +529,7 @@ FRAMED_AFTER_REASONING = FRAMED.replace(
         ("<think>so</think><|box_start|><|box_end|>", "<|im_end|>"),
     ],
 )
-def test_content_that_never_came_has_the_frame_that_the_template_gives_it(completion: str, closing: str) -> None:
+def test_missing_content_gets_the_delimiters_of_the_template(completion: str, closing: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED_AFTER_REASONING))
     thought = {"role": "assistant", "content": "", "reasoning_content": "so"}
     conversation = renderer.render([NEXT, thought, NEXT], setup_for(renderer)).ids
@@ -560,7 +558,7 @@ TAGGED_PARTS = """{%- for m in messages -%}<|im_start|>{{ m.role }}<|quad_start|
         "so<|box_end|>think<|quad_start|><|box_start|>text<|quad_start|>h<|box_end|>text<|quad_start|>",
     ],
 )
-def test_a_part_is_closed_where_all_parts_have_the_same_tokens(completion: str) -> None:
+def test_part_is_closed_if_all_parts_have_the_same_tokens(completion: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(TAGGED_PARTS))
     thought = {"role": "assistant", "content": "h" if ">h" in completion else "", "reasoning_content": "so"}
     conversation = renderer.tokenizer.decode(renderer.render([NEXT, thought, NEXT], setup_for(renderer)).ids)
@@ -581,7 +579,7 @@ FRAMES_ROLES_OF_QUESTIONS = REFUSES_TWO_QUESTIONS.replace("{%- else %} {{", "{%-
 @pytest.mark.parametrize(
     "template", [ALWAYS_PROMPTED, REFUSES_TWO_QUESTIONS, NOTHING_ENDS_QUESTIONS, FRAMES_ROLES_OF_QUESTIONS]
 )
-def test_the_generation_prompt_is_found_where_the_template_always_writes_it(template: str) -> None:
+def test_generation_prompt_is_detected_if_always_written(template: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(template))
     prompt = renderer.format(setup_for(renderer)).generation_prompt
     assert renderer.tokenizer.spell_marks(prompt) == "<|im_start|>assistant"
@@ -592,6 +590,6 @@ LAST_ENDS_OTHERWISE = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m
 <|box_start|><|box_end|>{%- endif -%}"""
 
 
-def test_what_only_the_last_turn_ends_with_closes_no_content() -> None:
+def test_end_of_the_last_turn_does_not_close_content() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_ENDS_OTHERWISE))
     assert bridged(renderer, "h") == ("<|im_start|>user: next<|im_start|>assistant: ", "")

@@ -1,4 +1,4 @@
-"""Bridges compared with the template's rendering of the real conversation: no false alarm, and no fault passed over.
+"""Bridges compared with the template's rendering of the real conversation: no false alarm, and no missed fault.
 
 The expected text of the planted cases is that of transformers, which shares no code with the check.
 """
@@ -27,21 +27,21 @@ from tokentape.types import Message, Provenance, Setup, TokenIds
 
 
 def talk(renderer: Renderer, many: int) -> list[Conversation]:
-    """Conversations in which nothing repeats a string of the template's: on those a certificate may be wrong."""
+    """Return conversations without strings of the template, for which a certificate may be wrong."""
     controls = [control.content for control in renderer.tokenizer.controls[:40]]
     return conversations(lambda purpose: random.Random(f"3 {purpose}"), "", controls, range(many))
 
 
 def completions(renderer: Renderer, setup: Setup, reply: Message, rng: random.Random) -> Iterator[TokenIds]:
-    """What a model samples for a reply: as the tokenizer splits it, in other ids, without its end, cut short."""
+    """Return samples of a reply: canonical ids, other ids, without the end, truncated."""
     written = written_turn(renderer, setup, reply)
     if written is None:
         return
     ids = renderer.tokenizer.encode_after_control(written[1]).ids
     if ids[-1] not in renderer.stop_ids(setup):
-        # The model ends its turn with the next header's token, or the vocabulary stands in for one that has the end.
-        stops = [one.id for one in renderer.tokenizer.controls if one.content in renderer.template.source]
-        ends = [one for one in stops if one in renderer.stop_ids(setup)]
+        # The model ends its turn with the next header's token, or the substitute vocabulary lacks the end token.
+        stops = [control.id for control in renderer.tokenizer.controls if control.content in renderer.template.source]
+        ends = [stop_id for stop_id in stops if stop_id in renderer.stop_ids(setup)]
         if not ends:
             return
         ids = [*ids, rng.choice(ends)]
@@ -49,7 +49,7 @@ def completions(renderer: Renderer, setup: Setup, reply: Message, rng: random.Ra
     for token_id in ids:
         text = renderer.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         split = [] if renderer.tokenizer.control_by_id(token_id) or "\ufffd" in text or not text.isalpha() else text
-        other += [one for c in split for one in renderer.tokenizer.encode_after_control(c).ids] or [token_id]
+        other += [token_id for c in split for token_id in renderer.tokenizer.encode_after_control(c).ids] or [token_id]
     for sampled in (ids, other, ids[:-1], ids[: rng.randrange(1, len(ids) + 1)]):
         yield renderer.tokenizer.array(sampled)
 
@@ -57,50 +57,57 @@ def completions(renderer: Renderer, setup: Setup, reply: Message, rng: random.Ra
 def bridged(
     template: str, many: int
 ) -> Iterator[tuple[Renderer, Setup, Conversation, Message, TokenIds, PromptTokens]]:
-    """Every turn of these conversations that the certificate has bridged locally."""
+    """Yield every turn of these conversations that has a local bridge."""
     renderer, certificate = load_renderer(template), load_certificate(template)
     rng = random.Random(template)
-    for one in talk(renderer, many):
-        setup = renderer.setup(one.tools, {}, "2026-11-21")
+    for conversation in talk(renderer, many):
+        setup = renderer.setup(conversation.tools, {}, "2026-11-21")
         try:
-            for ids in completions(renderer, setup, one.reply, rng):
+            for ids in completions(renderer, setup, conversation.reply, rng):
                 parser = renderer.parser(setup)
                 parser.feed(ids.tolist())
                 reply = reply_message(parser.finish()[1])
-                if bool(reply.get("tool_calls")) != bool(one.reply.get("tool_calls")):
-                    continue  # nobody answers a call that was cut short
-                if choose(renderer, certificate, reply, one.new, setup, one.history) == "local":
-                    yield renderer, setup, one, reply, ids, renderer.bridge(ids, reply, one.new, setup)
+                if bool(reply.get("tool_calls")) != bool(conversation.reply.get("tool_calls")):
+                    continue  # a truncated call gets no result
+                if choose(renderer, certificate, reply, conversation.new, setup, conversation.history) == "local":
+                    yield (
+                        renderer,
+                        setup,
+                        conversation,
+                        reply,
+                        ids,
+                        renderer.bridge(ids, reply, conversation.new, setup),
+                    )
         except TemplateRefused:
             continue
 
 
 def alarms(template: str, many: int) -> tuple[list[Any], Counter[str]]:
-    """The differences found in conversations bridged locally, and how many checks had which outcome."""
-    found, outcomes = [], Counter[str]()
-    for renderer, setup, one, reply, ids, added in bridged(template, many):
-        check = check_bridge(renderer, setup, one.history, reply, one.new, ids, added)
+    """Return the differences in locally bridged conversations, and the number of checks by outcome."""
+    alarms, outcomes = [], Counter[str]()
+    for renderer, setup, conversation, reply, ids, added in bridged(template, many):
+        check = check_bridge(renderer, setup, conversation.history, reply, conversation.new, ids, added)
         outcomes[check.outcome] += 1
         if check.outcome == "differs":
-            found.append((one.number, renderer.tokenizer.decode(ids), check))
-    return found, outcomes
+            alarms.append((conversation.number, renderer.tokenizer.decode(ids), check))
+    return alarms, outcomes
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("template", CERTIFIED)
-def test_what_is_certified_local_raises_no_alarm(template: str) -> None:
+def test_local_bridges_raise_no_alarm(template: str) -> None:
     assert alarms(template, 6)[0] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("template", SMALL_TEMPLATES + REAL_TEMPLATES)
-def test_nor_do_200_conversations(template: str) -> None:
+def test_local_bridges_of_200_conversations_raise_no_alarm(template: str) -> None:
     assert alarms(template, 200)[0] == []
 
 
 def spoiled(renderer: Renderer, setup: Setup, ids: TokenIds, added: PromptTokens) -> Iterator[PromptTokens]:
-    """The bridge with one fault each: something dropped, doubled, put in, at each end and within."""
+    """Yield the bridge with a single fault: tokens dropped, doubled or inserted, at each end and within."""
     n = len(added.ids)
     if n < 3:
         return
@@ -122,20 +129,20 @@ def spoiled(renderer: Renderer, setup: Setup, ids: TokenIds, added: PromptTokens
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("template", CERTIFIED)
-def test_a_spoiled_bridge_is_not_passed_over(template: str) -> None:
+def test_wrong_bridge_is_detected(template: str) -> None:
     passed = []
-    for renderer, setup, one, reply, ids, added in bridged(template, 3):
-        if check_bridge(renderer, setup, one.history, reply, one.new, ids, added).outcome != "same":
+    for renderer, setup, conversation, reply, ids, added in bridged(template, 3):
+        if check_bridge(renderer, setup, conversation.history, reply, conversation.new, ids, added).outcome != "same":
             continue
         closing = set(added.ids[added.provenance == Provenance.CLOSE].tolist())
         if closing - set(renderer.stop_ids(setup)):
-            continue  # how reasoning is closed is within the turn
+            continue  # the close of reasoning is within the turn
         for number, bad in enumerate(spoiled(renderer, setup, ids, added)):
             if bad.ids.tolist() != added.ids.tolist():
-                found = check_bridge(renderer, setup, one.history, reply, one.new, ids, bad)
-                if found.outcome == "same":
+                bad_check = check_bridge(renderer, setup, conversation.history, reply, conversation.new, ids, bad)
+                if bad_check.outcome == "same":
                     decode = renderer.tokenizer.decode
-                    passed.append((one.number, number, decode(ids)[-80:], decode(bad.ids)[:80], found))
+                    passed.append((conversation.number, number, decode(ids)[-80:], decode(bad.ids)[:80], bad_check))
     assert passed == []
 
 
@@ -153,7 +160,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_it_says_what_transformers_says(renderer: Renderer, fault: str) -> None:
+def test_bridge_check_agrees_with_transformers(renderer: Renderer, fault: str) -> None:
     old, new_text = PLANTED[fault]
     source = renderer.template.source.replace(old, new_text)
     served = Renderer(renderer.tokenizer, ChatTemplate(source))

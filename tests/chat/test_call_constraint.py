@@ -1,4 +1,4 @@
-"""What replies with tool calls are held to; `tests/differential` has XGrammar itself make replies under it."""
+"""Constraints on replies with tool calls; `tests/differential` samples replies with XGrammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OTHER: Any = {"type": "function", "function": {"name": "find", "description": "F
 
 
 def made(template: str, rule: CallRule) -> Any:
-    """The format of the structural tag for a question; None if there is none."""
+    """Return the format of the structural tag for a question; None without a tag."""
     renderer = load_renderer(template)
     setup = renderer.setup([ADD, OTHER])
     prompt = renderer.render([{"role": "user", "content": "?"}], setup).ids
@@ -37,7 +37,7 @@ def schema(value: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": value}
 
 
-def test_one_call_is_its_delimiters_the_name_and_arguments_by_the_schema() -> None:
+def test_constraint_of_a_call_has_delimiters_name_and_schema() -> None:
     template = "qwen2_5/templates/Qwen2.5-Instruct.jinja"
     find = [text('{"name": "find", "arguments": '), schema({"type": "object"})]
     assert made(template, CallRule(("find",), parallel=False))["elements"] == [
@@ -50,10 +50,10 @@ def test_one_call_is_its_delimiters_the_name_and_arguments_by_the_schema() -> No
 
 
 def test_several_calls_may_follow_each_other() -> None:
-    found = made("qwen2_5/templates/Qwen2.5-Instruct.jinja", CallRule(("add", "find")))
-    (more,) = [one for one in found["elements"] if one["type"] == "star"]
-    (either,) = [one for one in more["content"]["elements"] if one["type"] == "or"]
-    assert [one["elements"][-1] for one in either["elements"]] == [
+    form = made("qwen2_5/templates/Qwen2.5-Instruct.jinja", CallRule(("add", "find")))
+    (more,) = [element for element in form["elements"] if element["type"] == "star"]
+    (either,) = [element for element in more["content"]["elements"] if element["type"] == "or"]
+    assert [element["elements"][-1] for element in either["elements"]] == [
         schema(ADD["function"]["parameters"]),
         schema({"type": "object"}),
     ]
@@ -69,23 +69,23 @@ def test_reasoning_may_come_first_and_has_to_end_if_the_prompt_began_it() -> Non
     assert {close["token"], token(template, "<tool_call>")["token"]} < set(thought["exclude_tokens"])
 
 
-def test_strict_tools_are_held_to_their_schema_wherever_text_calls_them() -> None:
+def test_strict_tools_are_constrained_wherever_they_are_called() -> None:
     template = "qwen2_5/templates/Qwen2.5-Instruct.jinja"
-    found = made(template, CallRule(strict=frozenset({"add"})))
-    assert found["type"] == "token_dispatch"
-    ((begin, rest),) = found["rules"]
+    form = made(template, CallRule(strict=frozenset({"add"})))
+    assert form["type"] == "token_dispatch"
+    ((begin, rest),) = form["rules"]
     assert begin == token(template, "<tool_call>")["token"]
-    either = next(one for one in rest["elements"] if one["type"] == "or")
-    schemas = [one["elements"][-1] for one in either["elements"]]
+    either = next(element for element in rest["elements"] if element["type"] == "or")
+    schemas = [element["elements"][-1] for element in either["elements"]]
     assert schemas == [schema(ADD["function"]["parameters"]), schema({"type": "object"})]
 
 
 @pytest.mark.parametrize("template", ["glm4_5/templates/key-value.jinja", "gpt_oss/templates/gpt-oss.jinja"])
-def test_calls_that_are_no_name_and_json_object_have_no_constraint(template: str) -> None:
+def test_call_syntax_without_name_and_json_object_has_no_constraint(template: str) -> None:
     assert made(template, CallRule(("find",))) is None
 
 
-def test_strict_calls_without_a_control_token_before_them_have_none() -> None:
+def test_strict_calls_without_a_leading_control_token_have_no_constraint() -> None:
     template = "llama3/templates/bare-json.jinja"
     assert made(template, CallRule(strict=frozenset({"add"}))) is None
     assert made(template, CallRule(("add",))) is not None

@@ -1,4 +1,4 @@
-"""Separators, ends of names, quotes and types in calls, each read off a template written here."""
+"""Separators, ends of names, quotes and types in calls, each detected from a template written here."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tokentape.chat._json_text import ObjectEnd
 CALLS = ("call", "parallel calls", "no arguments")
 
 
-def calling(one: str) -> str:
+def calling(call: str) -> str:
     """Return a template that writes each call of `c` as `one`."""
     turn = "{% else %}<|im_start|>assistant\n{{ m.content or '' }}"
     turn += "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
-    return USERS + turn + one + "{% endfor %}<|im_end|>\n" + END
+    return USERS + turn + call + "{% endfor %}<|im_end|>\n" + END
 
 
 def literal(value: str, separator: str, key_close: str = "=") -> str:
-    """Return a template with arguments as in a program, between these separators."""
+    """Return a template with arguments as in a function call, with these separators."""
     items = "{% for k, v in f.arguments.items() %}{{ k }}" + key_close + "{{ " + value + " }}"
     comma = "{% if not loop.last %}" + separator + "{% endif %}{% endfor %}"
     return calling("<tool_call>{{ f.name }}(" + items + comma + ")</tool_call>")
@@ -81,20 +81,20 @@ def held(source: str) -> dict[str, bool | None]:
 
 
 def arguments(source: str, text: str, step: int = 0) -> list[Any]:
-    """Return name and arguments of each call that is read as one."""
+    """Return name and arguments of each parsed call."""
     reply = parsed(renderer_of(source), f"{text}<|im_end|>", step)
     assert (reply.content, reply.problem) == ("", "")
     return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls if call.status == "ok"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_calls_come_back(name: str) -> None:
+def test_calls_round_trip(name: str) -> None:
     checks = held(ALL[name])
     assert {check: checks[check] for check in CALLS} == dict.fromkeys(CALLS, True)
 
 
 @pytest.mark.parametrize("source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, COLON, SPACED, TYPED, JSON_TAGS])
-def test_every_call_comes_back_where_text_is_told_from_the_rest(source: str) -> None:
+def test_every_call_round_trips_if_text_is_delimited(source: str) -> None:
     checks = held(source)
     assert {name for name, turn in TURNS.items() if turn.get("tool_calls") and checks[name] is False} == set()
 
@@ -104,14 +104,14 @@ def test_every_call_comes_back_where_text_is_told_from_the_rest(source: str) -> 
     [(SEMICOLONS, "null as text"), (SPACES, "null as text"), (TAGS, "null argument")],
     ids=["semicolons", "spaces", "tags"],
 )
-def test_a_certificate_says_that_null_and_its_text_look_alike(source: str, missed: str) -> None:
+def test_certificate_reports_that_null_and_its_text_are_ambiguous(source: str, missed: str) -> None:
     checks = held(source)
     both = {"null argument", "null as text"}
     assert {name: checks[name] for name in both} == {missed: False, (both - {missed}).pop(): True}
 
 
-def test_a_certificate_says_that_quotes_within_quotes_do_not_come_back() -> None:
-    # LFM2 and Python-style templates like it escape nothing: f(a="g("x", y='z')") can be read as three arguments.
+def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:
+    # LFM2 and similar Python-style templates escape nothing: f(a="g("x", y='z')") can be read as three arguments.
     checks = held(literal("'\"' ~ v ~ '\"' if v is string else v | tojson", ", "))
     assert (checks["multi-line argument"], checks["quotes in an argument"]) == (True, False)
 
@@ -149,7 +149,7 @@ def test_calls_are_read_as_models_write_them(source: str, text: str, expected: A
     ("value", "expected"),
     [('type="null">null', None), ('type="null">None', None), ('type="string">null', "null"), ('type="number">7', "7")],
 )
-def test_a_typed_null_stays_null_whatever_the_schema_says(value: str, expected: Any, step: int) -> None:
+def test_typed_null_stays_null_for_any_schema(value: str, expected: Any, step: int) -> None:
     call = f'<call name="add"><arg name="note" {value}</arg></call>'
     assert arguments(TYPED, call, step) == [("add", {"note": expected})]
 
@@ -167,15 +167,15 @@ def test_a_typed_null_stays_null_whatever_the_schema_says(value: str, expected: 
         ("7", "7"),
     ],
 )
-def test_quotes_around_all_text_are_no_part_of_it(value: str, expected: Any, step: int) -> None:
+def test_enclosing_quotes_are_not_part_of_the_text(value: str, expected: Any, step: int) -> None:
     call = f'<tool_call>add\n<arg name="note">{value}</arg>\n</tool_call>'
     assert arguments(JSON_TAGS, call, step) == [("add", {"note": expected})]
 
 
 def test_an_argument_written_twice_is_kept_twice() -> None:
     call = '<tool_call>add\n<arg name="note">one</arg>\n<arg name="note">two</arg>\n</tool_call><|im_end|>'
-    (found,) = parsed(renderer_of(TAGS), call).tool_calls
-    assert found.arguments == '{"note": "one", "note": "two"}'
+    (parsed_call,) = parsed(renderer_of(TAGS), call).tool_calls
+    assert parsed_call.arguments == '{"note": "one", "note": "two"}'
 
 
 HERMES = calling("<tool_call>\n{{ f | tojson }}\n</tool_call>")
@@ -190,43 +190,43 @@ HERMES = calling("<tool_call>\n{{ f | tojson }}\n</tool_call>")
         '{"name": "add", "arguments" is {"a": 1}}',
     ],
 )
-def test_a_call_with_its_arguments_elsewhere_is_not_one_without_arguments(body: str) -> None:
+def test_call_with_misplaced_arguments_is_not_read_as_a_call_without_any(body: str) -> None:
     (call,) = parsed(renderer_of(HERMES), f"<tool_call>\n{body}\n</tool_call><|im_end|>", tools=(ADD,)).tool_calls
     assert (call.name, call.status, call.arguments) == ("add", "bad_arguments", body)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_the_count_after_a_name_may_arrive_before_what_shows_that_it_is_one(step: int) -> None:
+def test_count_after_a_name_may_arrive_before_it_is_recognizable(step: int) -> None:
     call = "<tool_call>\n<function=add:0>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     assert arguments(COUNTED_NAMES, f"{call}\n{call}", step) == [("add", {"a": 1})] * 2
 
 
 @pytest.mark.parametrize("name", ["MARKED_TAGS", "TYPED", "TAGS"])
-def test_a_call_that_is_cut_off_between_or_within_its_arguments_is_not_made(name: str) -> None:
+def test_call_truncated_in_its_arguments_is_not_made(name: str) -> None:
     renderer = renderer_of(ALL[name])
     made = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1, "note": "x y"})]}
     written = written_turn(renderer, setup_for(renderer), made)
     assert written is not None
     ids = renderer.tokenizer.encode_after_control(written[1]).ids
-    found = []
+    statuses = []
     for end in range(1, len(ids)):
         parser = renderer.parser(setup_for(renderer))
         parser.feed(ids[:end])
-        found.append([one.status for one in parser.finish()[1].tool_calls])
-    # Its name has to arrive first, and what closes a call may be missing, once another argument can't follow.
-    assert found == sorted(found, key=[[], ["unclosed"], ["ok"]].index)
-    assert found.count(["unclosed"]) > 5
+        statuses.append([parsed_call.status for parsed_call in parser.finish()[1].tool_calls])
+    # The name must arrive first. The close of a call may be missing if no further argument can follow.
+    assert statuses == sorted(statuses, key=[[], ["unclosed"], ["ok"]].index)
+    assert statuses.count(["unclosed"]) > 5
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_counted_name_may_be_closed_by_the_first_piece_of_the_close_alone(step: int) -> None:
+def test_counted_name_may_be_closed_by_the_first_piece_of_the_close(step: int) -> None:
     assert arguments(COUNTED_NAMES, "</think><tool_call>\n<function=add:0></function>", step) == [("add", {})]
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_the_next_call_may_begin_like_the_close_of_all_calls(step: int) -> None:
-    one, two = (f"{n}[#<call add>[#<a>{n}[#</a>[#</tool_call>\n" for n in (0, 1))
-    text = f"[#<calls>\n{one}{two}[#<|quad_end|>"
+    first, second = (f"{n}[#<call add>[#<a>{n}[#</a>[#</tool_call>\n" for n in (0, 1))
+    text = f"[#<calls>\n{first}{second}[#<|quad_end|>"
     assert arguments(COUNTED_CALLS, text, step) == [("add", {"a": 0}), ("add", {"a": 1})]
 
 
@@ -240,20 +240,20 @@ def test_the_number_before_a_call_may_be_any(after: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_a_call_that_closes_twice_has_one_span_however_it_arrives(pieces: int) -> None:
+def test_call_closed_twice_has_one_span_for_any_chunking(pieces: int) -> None:
     renderer = renderer_of(TAGS.replace("</tool_call>", "</tool_call>" * 2))
     text = '<tool_call>add\n<arg name="a">1</arg>\n' + "</tool_call>" * pieces + "<|im_end|>"
     assert parsed(renderer, text).tool_calls == parsed(renderer, text, 1).tool_calls != ()
 
 
-def test_what_ends_json_may_arrive_in_pieces() -> None:
+def test_end_of_json_may_arrive_in_pieces() -> None:
     object_end = ObjectEnd(0, re.escape("</call>"))
     for text in ('{"a": <', '{"a": </ca', '{"a": </call>}'):
         assert object_end.find(text) is None
     assert object_end.broken_at == len('{"a": ')
 
 
-def test_a_token_between_two_calls_is_in_one_span_only() -> None:
+def test_token_between_two_calls_is_in_a_single_span() -> None:
     call = '[[call add {"a": 1}]]'
-    one, two = parsed(renderer_of(SPACED), f"{call}{call}<|im_end|>").tool_calls
-    assert one.span[0] < one.span[1] <= two.span[0] < two.span[1]
+    first, second = parsed(renderer_of(SPACED), f"{call}{call}<|im_end|>").tool_calls
+    assert first.span[0] < first.span[1] <= second.span[0] < second.span[1]

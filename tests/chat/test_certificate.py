@@ -12,7 +12,7 @@ from tokentape.chat._renderer import Renderer
 
 @pytest.fixture(scope="module")
 def certificate(renderer: Renderer) -> Certificate:
-    """Of the tiny model that the package ships."""
+    """Return the certificate of the packaged tiny model."""
     return load_or_certify(renderer, {})
 
 
@@ -21,17 +21,17 @@ def without_check(certificate: Certificate, name: str, holds: bool | None) -> Ce
     return replace(certificate, parsing=tuple(checks))
 
 
-def test_it_survives_json(certificate: Certificate) -> None:
+def test_certificate_round_trips_through_json(certificate: Certificate) -> None:
     assert Certificate.from_json(certificate.to_json()) == certificate
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"format": 99}', '{"format": 3}'])
-def test_what_is_no_certificate_is_a_value_error(text: str) -> None:
+def test_invalid_certificate_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="not a certificate"):
         Certificate.from_json(text)
 
 
-def test_json_with_a_field_more_or_less_is_a_value_error(certificate: Certificate) -> None:
+def test_json_with_extra_or_missing_fields_is_a_value_error(certificate: Certificate) -> None:
     fields = json.loads(certificate.to_json())
     with pytest.raises(ValueError, match="not a certificate"):
         Certificate.from_json(json.dumps({**fields, "more": 1}))
@@ -44,14 +44,14 @@ def test_nothing_required_is_no_shortfall(certificate: Certificate) -> None:
     assert list(certificate.shortfalls([])) == []
 
 
-def test_what_is_certified_is_no_shortfall(certificate: Certificate) -> None:
+def test_certified_features_are_no_shortfall(certificate: Certificate) -> None:
     assert list(certificate.shortfalls(["user", "tool", "tools", "reasoning", "calls", "injection"])) == []
 
 
 def test_a_refused_continuation_is_a_shortfall_and_a_fork_is_not(certificate: Certificate) -> None:
     def changed(strategy: str) -> list[str]:
-        found = [replace(c, strategy=strategy, reason="so") for c in certificate.continuations]  # type: ignore[arg-type]
-        return list(replace(certificate, continuations=tuple(found)).shortfalls(["user", "tool+user"]))
+        continuations = [replace(c, strategy=strategy, reason="so") for c in certificate.continuations]  # type: ignore[arg-type]
+        return list(replace(certificate, continuations=tuple(continuations)).shortfalls(["user", "tool+user"]))
 
     assert changed("refused") == ["user: so", "tool+user: so"]
     assert changed("fork") == []
@@ -59,7 +59,7 @@ def test_a_refused_continuation_is_a_shortfall_and_a_fork_is_not(certificate: Ce
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if FEATURES[name]])
 @pytest.mark.parametrize("holds", [False, None])
-def test_a_feature_needs_all_its_parse_checks(certificate: Certificate, feature: str, holds: bool | None) -> None:
+def test_feature_needs_all_its_parse_checks(certificate: Certificate, feature: str, holds: bool | None) -> None:
     for check in FEATURES[feature]:
         shortfalls = list(without_check(certificate, check, holds).shortfalls([feature]))
         assert shortfalls == [f"{feature}: {check}: so"]
@@ -74,7 +74,7 @@ def test_tool_results_need_calls_that_are_parsed(certificate: Certificate, name:
     assert line.endswith(f"{check}: so")
 
 
-def test_reasoning_that_the_template_does_not_show_is_a_shortfall(certificate: Certificate) -> None:
+def test_reasoning_missing_from_the_template_is_a_shortfall(certificate: Certificate) -> None:
     assert len(list(replace(certificate, reasoning=None).shortfalls(["reasoning"]))) == 1
 
 

@@ -19,7 +19,7 @@ from tokentape.chat._template import ChatTemplate
 
 
 class Counted:
-    """Counts how often a certificate is asked for; makes each one once, for all these tests."""
+    """Count the requested certificates. Computes each certificate once for all tests of this file."""
 
     known: ClassVar[dict[tuple[str, str], Certificate]] = {}
 
@@ -37,7 +37,7 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def renderer(renderer: Renderer) -> Renderer:
-    """Of a template that is certified quickly."""
+    """Return the renderer of a template that is certified quickly."""
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     return Renderer(renderer.tokenizer, ChatTemplate(turns + prompt))
@@ -48,14 +48,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
-def test_it_is_made_once(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
+def test_certificate_is_computed_once(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
     first = load_or_certify(renderer, {}, tmp_path / "new")
     assert load_or_certify(renderer, {}, tmp_path / "new") == first
     assert counted.made == 1
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".json"]
 
 
-def test_other_kwargs_another_template_and_other_source_are_other_certificates(
+def test_certificates_depend_on_kwargs_template_and_source(
     renderer: Renderer, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_or_certify(renderer, {}, tmp_path)
@@ -68,7 +68,7 @@ def test_other_kwargs_another_template_and_other_source_are_other_certificates(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 1}', b"[1]"])
-def test_a_corrupt_file_is_made_again_and_replaced(
+def test_corrupt_certificate_file_is_replaced(
     renderer: Renderer, tmp_path: Path, counted: Counted, damage: bytes
 ) -> None:
     made = load_or_certify(renderer, {}, tmp_path)
@@ -79,7 +79,7 @@ def test_a_corrupt_file_is_made_again_and_replaced(
     assert counted.made == 2
 
 
-def test_a_file_of_another_model_is_made_again(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
+def test_certificate_file_of_another_model_is_replaced(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
     made = load_or_certify(renderer, {}, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(made.to_json().replace(renderer.fingerprint, "0" * 64), encoding="utf-8")
@@ -87,7 +87,7 @@ def test_a_file_of_another_model_is_made_again(renderer: Renderer, tmp_path: Pat
     assert counted.made == 2
 
 
-def test_without_a_place_to_write_it_works_and_says_so_once(
+def test_unwritable_cache_works_and_is_logged_once(
     renderer: Renderer, tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = tmp_path / "file"
@@ -100,9 +100,7 @@ def test_without_a_place_to_write_it_works_and_says_so_once(
     assert "TOKENTAPE_CACHE" in record.message
 
 
-def test_a_write_that_fails_leaves_nothing_behind(
-    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_no_file(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError("no space left")
 
@@ -111,9 +109,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_oldest_go_when_there_are_too_many(
-    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oldest_certificates_are_evicted(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "_MOST", 2)
     for age, name in enumerate(("a", "b", "c")):
         old = tmp_path / f"{name}.json"
@@ -124,7 +120,7 @@ def test_the_oldest_go_when_there_are_too_many(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_file_that_another_process_removes_meanwhile_is_no_error(
+def test_file_removed_by_another_process_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "old.json").write_text("")
@@ -136,7 +132,7 @@ def test_a_file_that_another_process_removes_meanwhile_is_no_error(
     assert {path.name for path in tmp_path.iterdir()} == {"old.json", "new.json"}
 
 
-def test_the_directory_is_the_chosen_one_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_is_the_configured_or_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", "/chosen")
     assert cache_directory("certificates") == Path("/chosen/certificates")
     monkeypatch.delenv("TOKENTAPE_CACHE")

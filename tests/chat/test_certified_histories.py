@@ -1,4 +1,4 @@
-"""Histories and turns that decide what a template writes later: each was taken for `local` in a real template once."""
+"""Histories and turns that change later text of a template. Regression: real templates were certified `local`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTS_FROM_THE_SYSTEM_MESSAGE = (
     + "{% endif %}"
     + PROMPT
 )
-"""Behind a system message it looks at the message two before: whether that is a result decides how the next begins."""
+"""After a system message, it checks whether the message two before is a result, which changes the next beginning."""
 
 CLOSES_RESULTS_AT_CONTENT = (
     "{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -37,14 +37,14 @@ TAKES_CONTENT_APART = (
     "{% set said = m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content %}"
     "{{ said or '' }}" + CALLS + PROMPT
 )
-"""A turn without a content key is taken at the end only."""
+"""A turn without a content key is accepted only at the end."""
 
 COUNTS_FAILURES = (
     "{% set ns = namespace(failed=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% if m.role == 'tool' %}{% set ns.failed = ns.failed + 1 if 'error:' in m.content else 0 %}"
     "{% if ns.failed > 1 %} ({{ ns.failed }} failures){% endif %}{% endif %}" + CALLS + PROMPT
 )
-"""A result that fails after one that failed is written otherwise."""
+"""A failed result after another failed result is written differently."""
 
 NEEDS_TOOLS = (
     "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -57,7 +57,7 @@ def test_a_step_after_a_result_may_depend_on_it(source: str, monkeypatch: pytest
     monkeypatch.setattr(grammar, "NAMES", ("tool",))
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
     certificate = certify(renderer)
-    assert [found.strategy for found in certificate.continuations] == ["contextual"]
+    assert [continuation.strategy for continuation in certificate.continuations] == ["contextual"]
     first, second = ({"role": "assistant", "content": None, "tool_calls": [call(n, {"a": n})]} for n in (1, 2))
     history = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, first, result(1)]
     whole = by_transformers(renderer, [*history, second, result(2)])
@@ -71,22 +71,26 @@ def test_a_step_after_a_result_may_depend_on_it(source: str, monkeypatch: pytest
     assert [end, *bridge] == whole[stop:]
 
 
-def test_a_result_that_says_a_word_may_depend_on_earlier_ones_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_with_a_word_may_depend_on_earlier_results_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTS_FAILURES)))
-    assert [found.strategy for found in certificate.continuations] == ["local", "contextual"]
+    assert [continuation.strategy for continuation in certificate.continuations] == ["local", "contextual"]
 
 
-def test_a_turn_without_a_content_key_is_given_one_where_the_template_fails_without(
+def test_missing_content_key_is_added_if_the_template_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar, "NAMES", ("tool",))
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(TAKES_CONTENT_APART)))
-    assert [found.strategy for found in certificate.continuations] == ["local"]
+    assert [continuation.strategy for continuation in certificate.continuations] == ["local"]
 
 
-def test_a_template_that_takes_no_conversation_without_tools_is_certified_for_those_with_tools() -> None:
+def test_template_that_requires_tools_is_certified_for_conversations_with_tools() -> None:
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NEEDS_TOOLS)))
-    assert {found.strategy for found in certificate.continuations if grammar.NO_TOOLS not in found.name} == {"local"}
-    assert {found.strategy for found in certificate.continuations if grammar.NO_TOOLS in found.name} == {"refused"}
+    assert {
+        continuation.strategy for continuation in certificate.continuations if grammar.NO_TOOLS not in continuation.name
+    } == {"local"}
+    assert {
+        continuation.strategy for continuation in certificate.continuations if grammar.NO_TOOLS in continuation.name
+    } == {"refused"}
     assert all(check.holds is not False for check in certificate.parsing)

@@ -25,11 +25,11 @@ QWEN3 = "qwen3/templates/Qwen3.jinja"
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Certify these continuations alone: each takes a tenth of a second."""
+    """Certify only these continuations: each takes a tenth of a second."""
     monkeypatch.setattr(grammar, "NAMES", names)
 
 
-def test_how_the_template_ends_one_kind_of_turn_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_each_kind_of_turn_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "tool")
     asked: list[object] = []
 
@@ -43,7 +43,7 @@ def test_how_the_template_ends_one_kind_of_turn_is_asked_once(monkeypatch: pytes
     assert len(asked) == len({repr(probe) for probe in asked}) > 0
 
 
-def test_what_a_template_leaves_out_of_a_turn_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_parts_of_a_turn_are_not_certified_as_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
 
     def details(name: str) -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_what_a_template_leaves_out_of_a_turn_is_not_called_read_back(monkeypatc
     assert "call" in details("llama3/templates/Llama-3-Instruct.jinja")
 
 
-def test_a_template_that_drops_old_reasoning_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_drops_old_reasoning_has_a_counterexample(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user")
     certificate = certify(load_renderer(QWEN3))
     user = certificate.continuation("user")
@@ -71,7 +71,7 @@ def test_a_template_that_drops_old_reasoning_shows_where(monkeypatch: pytest.Mon
 def test_a_template_made_to_keep_reasoning_is_append_only(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user", "tool", "tools+user", "user/no-tools/no-system")
     fixed = certify(load_renderer("qwen3/templates/fixed-trl-qwen3_training.jinja"))
-    assert [found.append_only for found in fixed.continuations] == ["yes"] * 4
+    assert [continuation.append_only for continuation in fixed.continuations] == ["yes"] * 4
 
 
 LINE_AFTER_TEXT = """{%- for m in messages -%}
@@ -80,14 +80,14 @@ LINE_AFTER_TEXT = """{%- for m in messages -%}
 {%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>{%- endif -%}"""
 
 
-def test_a_line_break_after_content_that_is_not_empty_refuses_no_template() -> None:
+def test_line_break_after_content_does_not_refuse_a_template() -> None:
     user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(LINE_AFTER_TEXT))).continuation("user")
     assert user is not None
     assert user.strategy == "local"
     assert user.append_only != "yes"
 
 
-TOLD_NOT_TO_THINK = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+INSTRUCTED_NOT_TO_THINK = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}
 {%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
 {% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
@@ -95,10 +95,10 @@ TOLD_NOT_TO_THINK = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 def test_reasoning_after_a_prompt_that_closes_it_is_not_append_only() -> None:
-    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(TOLD_NOT_TO_THINK)))
-    found = certificate.continuation("tool")
-    assert found is not None
-    assert found.append_only == "no"
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(INSTRUCTED_NOT_TO_THINK)))
+    continuation = certificate.continuation("tool")
+    assert continuation is not None
+    assert continuation.append_only == "no"
 
 
 LOOKS_AHEAD = """{%- for m in messages -%}<|im_start|>{{ m.role }}
@@ -108,7 +108,7 @@ LOOKS_AHEAD = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endif -%}"""
 
 
-def test_a_template_that_fails_on_prompts_after_results_is_certified_for_the_rest() -> None:
+def test_template_that_fails_after_results_is_certified_for_the_rest() -> None:
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(LOOKS_AHEAD)))
     assert strategies(certificate, "user", "tool", "tool+user") == ["local", "refused", "local"]
 
@@ -121,10 +121,10 @@ QUESTION_BESIDE_TOOLS = """{%- if tools -%}<|im_start|>user
 {%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
 {% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
 {% if '/fast' in messages[0].content %}<fast>{% endif %}{%- endif -%}"""
-"""With tools it takes the first message out, and then looks at the first of the others."""
+"""With tools, it removes the first message and then reads the first of the others."""
 
 
-def test_a_template_that_takes_no_question_alone_is_asked_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_refuses_a_single_question_is_probed_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user", "tool", "tool+user")
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(QUESTION_BESIDE_TOOLS))
     certificate = certify(renderer)
@@ -139,21 +139,21 @@ def test_a_template_that_takes_no_question_alone_is_asked_after_an_exchange(monk
     assert renderer.render(asked, setup).ids.tolist() == by_transformers(renderer, asked)
     new = {"role": "user", "content": "Four?"}
     completion = renderer.tokenizer.array(renderer.tokenizer.encode_plain("Two.<|im_end|>"))
-    for said in (answer, {"role": "assistant", "content": "/fast"}):
-        history = [question, said, asked[-1]]
+    for reply in (answer, {"role": "assistant", "content": "/fast"}):
+        history = [question, reply, asked[-1]]
         ids = renderer.bridge(completion, answer, [new], setup, history).ids.tolist()
         whole = by_transformers(renderer, [*history, answer, new])
         assert whole is not None
         assert whole[-len(ids) :] == ids
-        assert ("<fast>" in renderer.tokenizer.decode(ids)) is (said is not answer)
+        assert ("<fast>" in renderer.tokenizer.decode(ids)) is (reply is not answer)
 
 
 def strategies(certificate: Certificate, *names: str) -> list[str]:
-    found = [certificate.continuation(name) for name in names]
-    return [one.strategy for one in found if one is not None]
+    continuations = [certificate.continuation(name) for name in names]
+    return [continuation.strategy for continuation in continuations if continuation is not None]
 
 
-def test_a_template_that_moves_tools_or_system_text_forks_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_moves_tools_or_system_text_forks_if_present(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("user", "user/no-tools", "user/no-tools/no-system")
     only(monkeypatch, *names)
     for template, expected in ("v3", ["fork", "fork", "local"]), ("v11", ["fork", "local", "local"]):
@@ -161,7 +161,7 @@ def test_a_template_that_moves_tools_or_system_text_forks_where_there_are_any(mo
 
 
 def test_a_message_that_a_template_writes_before_the_turn_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek collects all system messages at the start: what such a tail appends would leave them out."""
+    """DeepSeek collects all system messages at the start, so the appended text of such a tail lacks them."""
     only(monkeypatch, "system+user")
     for name in ("deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja", "deepseek_v31/templates/DeepSeek-V3.1.jinja"):
         system = certify(load_renderer(name)).continuation("system+user")
@@ -170,20 +170,20 @@ def test_a_message_that_a_template_writes_before_the_turn_forks(monkeypatch: pyt
         assert "before the turn" in system.reason
 
 
-def test_what_depends_on_what_came_before_the_call_is_contextual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependence_on_text_before_the_call_is_contextual(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "tool")
     tool = certify(load_renderer("deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja")).continuation("tool")
     assert tool is not None
     assert tool.strategy == "contextual"
 
 
-def test_the_clock_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependence_on_the_clock_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     assert certify(load_renderer("gpt_oss/templates/gpt-oss.jinja")).date_dependent
     assert not certify(load_renderer(QWEN3)).date_dependent
 
 
-def test_an_unknown_continuation_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_continuation_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = load_renderer(QWEN3)
     setup, certificate = setup_for(renderer), certify(renderer)
@@ -201,15 +201,15 @@ CLOSES_OLD_CALLS = """{%- set ns = namespace(results=false, calling=false) -%}{%
 {{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
 
 
-def test_a_call_that_is_not_answered_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_call_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user", "tool", "tools")
-    # DeepSeek V3's template, too, closes such a call in another way once there was a tool's result.
+    # DeepSeek V3's template also closes such a call differently after a tool result.
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(CLOSES_OLD_CALLS))
     certificate, setup = certify(renderer), setup_for(renderer)
     earlier, reply = ({"role": "assistant", "content": "", "tool_calls": [call(n, {"a": n})]} for n in (0, 1))
-    found = certificate.continuation("user")
-    assert found is not None
-    assert found.strategy == "local"
+    continuation = certificate.continuation("user")
+    assert continuation is not None
+    assert continuation.strategy == "local"
     after_result = [grammar.QUESTION, earlier, result(0)]
     assert choose(renderer, certificate, reply, [grammar.NEXT], setup, [grammar.QUESTION]) == "local"
     assert choose(renderer, certificate, reply, [grammar.NEXT], setup, after_result) == "contextual"
@@ -222,16 +222,16 @@ COUNTS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if messages | length > 17 %}Briefly: {% endif %}{%- endif -%}"""
 
 
-def test_a_template_that_counts_messages_is_tried_beyond_the_number_it_counts_to(
+def test_template_that_counts_messages_is_probed_beyond_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = "user", "user/no-tools/no-system"
     only(monkeypatch, *names)
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTS)))
     for name in names:
-        found = certificate.continuation(name)
-        assert found is not None
-        assert (found.strategy, found.append_only) == ("contextual", "no")
+        continuation = certificate.continuation(name)
+        assert continuation is not None
+        assert (continuation.strategy, continuation.append_only) == ("contextual", "no")
 
 
 NUMBERED = """{%- for m in messages -%}<|im_start|>{{ m.role }} {{ loop.index }}
@@ -239,7 +239,7 @@ NUMBERED = """{%- for m in messages -%}<|im_start|>{{ m.role }} {{ loop.index }}
 {% endfor -%}"""
 
 
-def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back(
+def test_turn_read_back_only_as_the_first_is_not_certified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     only(monkeypatch)
@@ -256,7 +256,7 @@ NUMBERED_PROMPT = """{%- for m in messages -%}<|im_start|>{{ m.role }} #{{ loop.
 
 
 @pytest.mark.parametrize(("merged", "append_only"), [(None, "yes"), ("8", "no"), ("9", "no"), ("13", "no")])
-def test_a_turn_that_shares_a_token_with_a_number_before_it_is_not_called_append_only(
+def test_turn_sharing_a_token_with_a_number_is_not_append_only(
     merged: str | None, append_only: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, "user")
@@ -267,8 +267,8 @@ def test_a_turn_that_shares_a_token_with_a_number_before_it_is_not_called_append
         next_id = 1 + max(token["id"] for token in spec["added_tokens"])
         spec["added_tokens"].append({"id": next_id, "content": f"{merged}\n", **like})
     renderer = Renderer(Tokenizer(json.dumps(spec).encode(), family.config), ChatTemplate(NUMBERED_PROMPT))
-    (found,) = certify(renderer).continuations
-    assert found.append_only == append_only
+    (continuation,) = certify(renderer).continuations
+    assert continuation.append_only == append_only
 
 
 PROMPT_WITH_TOOLS_ONLY = (
@@ -278,7 +278,7 @@ PROMPT_WITH_TOOLS_ONLY = (
 )
 
 
-def test_a_turn_that_is_read_back_beside_tools_only_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_read_back_only_with_tools_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PROMPT_WITH_TOOLS_ONLY))
     checks = {check.name: check for check in certify(renderer).parsing}
@@ -296,10 +296,10 @@ NUMBERED_AFTER_RESULTS = """{%- for m in messages -%}
 {% endif -%}{%- endfor -%}
 {%- if add_generation_prompt and messages[-1].role != 'tool' -%}<|im_start|>assistant
 {% endif -%}"""
-"""A turn goes on after a result without a header, and the model writes what is there instead."""
+"""A turn continues after a result without a header, and the model writes the text instead."""
 
 
-def test_a_turn_that_is_not_read_back_after_a_result_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_not_read_back_after_a_result_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     checks = {
         source: {
@@ -322,7 +322,7 @@ RESULTS_NEED_A_SYSTEM = """{%- for m in messages -%}
 {% endif -%}"""
 
 
-def test_what_a_new_message_changes_is_found_where_no_question_alone_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_by_a_new_message_is_detected_without_single_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "tool")
     for source, append_only in (
         (RESULTS_NEED_A_SYSTEM, "no"),
@@ -356,10 +356,10 @@ BRIEF_BY_SYSTEM = """{%- set ns = namespace(brief=false) -%}{%- for m in message
 {% endif -%}"""
 
 
-def test_each_new_message_may_change_what_stands_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_new_message_may_change_earlier_text(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "system+user/no-tools")
-    found = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(BRIEF_BY_SYSTEM))).continuations
-    (system,) = [one for one in found if one.name == "system+user/no-tools"]
+    continuations = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(BRIEF_BY_SYSTEM))).continuations
+    (system,) = [continuation for continuation in continuations if continuation.name == "system+user/no-tools"]
     assert (system.append_only, system.counterexample[-2]["content"]) == ("no", "/brief")
 
 
@@ -370,7 +370,7 @@ COUNTED_CALLS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endif -%}"""
 
 
-def test_calls_that_are_read_back_two_at_a_time_only_are_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_read_back_only_in_pairs_are_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTED_CALLS))
     checks = {check.name: check for check in certify(renderer).parsing}
@@ -378,7 +378,7 @@ def test_calls_that_are_read_back_two_at_a_time_only_are_not_called_read_back(mo
     assert "'three'" in checks["parallel calls"].detail
 
 
-def test_no_tools_and_no_system_message_choose_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_and_system_message_have_separate_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user", "user/no-tools", "user/no-tools/no-system")
     name = "mistral_nemo/templates/v3.jinja"
     renderer = load_renderer(name)
@@ -393,7 +393,7 @@ def test_no_tools_and_no_system_message_choose_their_own_rows(monkeypatch: pytes
     assert chosen([question], tools=()) == "local"
 
 
-def test_what_is_tried_out_forks_where_tools_or_history_come_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probed_continuation_forks_if_tools_or_history_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user", "user/no-tools", "user/no-tools/no-system")
     name = "mistral_nemo/templates/v3.jinja"
     renderer = load_renderer(name)
@@ -409,7 +409,7 @@ def test_what_is_tried_out_forks_where_tools_or_history_come_up_again(monkeypatc
     assert tried([question], tools=()) == "local"
 
 
-def test_what_is_tried_out_forks_where_a_message_goes_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probed_continuation_forks_if_a_message_moves_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     name = "deepseek_v31/templates/DeepSeek-V3.1.jinja"
     renderer = load_renderer(name)
@@ -419,7 +419,7 @@ def test_what_is_tried_out_forks_where_a_message_goes_to_the_front(monkeypatch: 
     assert choose(renderer, certify(renderer), grammar.TURNS["content"], new, setup_for(renderer), history) == "fork"
 
 
-def test_what_is_tried_out_and_never_reaches_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probed_message_that_never_reaches_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = load_renderer(QWEN3)
     certificate = certify(renderer)
@@ -428,7 +428,7 @@ def test_what_is_tried_out_and_never_reaches_the_model_is_refused(monkeypatch: p
         choose(renderer, certificate, grammar.TURNS["content"], new, setup_for(renderer), [grammar.QUESTION])
 
 
-def test_a_refused_continuation_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_continuation_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "tools")
     name = "llama3/templates/Llama-3.1-3.3-Instruct.jinja"
     renderer = load_renderer(name)
@@ -449,14 +449,14 @@ UNSEEN = """{%- for m in messages -%}
 {%- if add_generation_prompt -%}<|im_start|>bot>>{%- endif -%}"""
 
 
-def test_a_template_that_nobody_has_seen_is_certified() -> None:
+def test_unknown_template_is_certified() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(UNSEEN))
     certificate = certify(renderer)
     assert certificate.call_style == "named"
     assert certificate.reasoning == ("[[", "]]")
     assert {check.name for check in certificate.parsing if check.holds is not True} == set()
     # Its prompt ends with letters, `bot>>`, and a reply may begin with another `>`.
-    reasons = {found.reason for found in certificate.continuations}
+    reasons = {continuation.reason for continuation in certificate.continuations}
     assert reasons == {"the text stays, but it encodes to different ids where the turn meets its prompt"}
 
 
@@ -465,7 +465,7 @@ NOTHING_BETWEEN = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{
 
 
 @pytest.mark.parametrize(("close", "append_only"), [("''", "no"), ("'<|box_end|>'", "yes")])
-def test_a_reply_may_merge_with_any_question_that_nothing_closes(
+def test_reply_may_merge_with_any_unclosed_question(
     close: str, append_only: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, "user/no-tools")
@@ -474,7 +474,7 @@ def test_a_reply_may_merge_with_any_question_that_nothing_closes(
     assert user is not None
     assert user.append_only == append_only
     if append_only == "no":
-        # The oracle: the counterexample's question is no beginning of the whole in ids.
+        # The oracle: the ids of the counterexample's question are no prefix of the whole.
         question, reply = user.counterexample
         ids = [
             renderer.tokenizer.encode_plain(text)

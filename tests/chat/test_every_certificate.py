@@ -1,4 +1,4 @@
-"""What the certificate of each pair of template and tokenizer says, and other code than the certificate's says too."""
+"""The certificate of each pair of template and tokenizer, compared with other code."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ each_template = pytest.mark.parametrize("template", CERTIFIED)
 
 
 @each_template
-def test_a_template_is_safe_against_forged_control_tokens(template: str) -> None:
+def test_templates_are_safe_against_forged_control_tokens(template: str) -> None:
     assert load_certificate(template).injection_safe
 
 
 @each_template
 def test_every_turn_that_a_template_writes_is_read_back(template: str) -> None:
-    # Where arguments are written as bare text, null and its spelling look the same.
+    # If arguments are bare text, null and its spelling look the same.
     failed = {check.name for check in load_certificate(template).parsing if check.holds is False} - {"null argument"}
     assert failed == NOT_READ.get(template, set())
 
 
 @each_template
-def test_user_and_tool_continuations_are_certified_wherever_the_template_takes_them(template: str) -> None:
+def test_user_and_tool_continuations_are_certified_if_supported(template: str) -> None:
     for continuation in ("user", "user/no-tools") if template in NO_TOOLS else ("user", "tool"):
-        found = load_certificate(template).continuation(continuation)
-        assert found is not None
-        assert found.strategy != "refused", found.reason
+        certified = load_certificate(template).continuation(continuation)
+        assert certified is not None
+        assert certified.strategy != "refused", certified.reason
 
 
 @each_template
 def test_local_bridges_equal_the_tail_of_the_whole_rendering(template: str) -> None:
-    """Also for conversations without tools: what `local` says is checked against the real history."""
+    """Also for conversations without tools: `local` bridges are compared with the real history."""
     renderer = load_renderer(template)
     setup = grammar.setup(renderer.fingerprint, {}, tools=())
-    for found in load_certificate(template).continuations:
-        if found.strategy != "local" or "/" not in found.name:
+    for certified in load_certificate(template).continuations:
+        if certified.strategy != "local" or "/" not in certified.name:
             continue
-        for history, reply, new in list(grammar.conversations(found.name))[::5]:
+        for history, reply, new in list(grammar.conversations(certified.name))[::5]:
             with suppress(TemplateRefused):
                 full = renderer.render_text([*history, reply, *new], setup, generate=True)
-                assert full.endswith(renderer.suffix(reply, new, setup)), found.name
+                assert full.endswith(renderer.suffix(reply, new, setup)), certified.name
 
 
 @each_template
-def test_a_certificate_survives_json(template: str) -> None:
+def test_certificates_round_trip_through_json(template: str) -> None:
     certificate = load_certificate(template)
     assert Certificate.from_json(certificate.to_json()) == certificate
 
 
-# Whether a next user message and a tool result keep what was written before: computed by other code, which compares
-# full renderings of one conversation.
+# Whether a next user message and a tool result keep the earlier text. Computed by other code that compares full
+# renderings of a conversation.
 KEEPS = {
     "qwen2_5/templates/Qwen2.5-Instruct.jinja": (True, True),
     "qwen3/templates/QwQ-32B.jinja": (False, False),
@@ -85,9 +85,9 @@ KEEPS = {
 
 
 def kept(certificate: Certificate) -> tuple[bool, ...]:
-    """Whether it calls a user message and a tool result append-only, or does not deny it."""
-    found = [certificate.continuation(name) for name in ("user", "tool")]
-    return tuple(one is not None and one.append_only != "no" for one in found)
+    """Return whether a user message and a tool result are append-only, or may be."""
+    continuations = [certificate.continuation(name) for name in ("user", "tool")]
+    return tuple(continuation is not None and continuation.append_only != "no" for continuation in continuations)
 
 
 @pytest.mark.parametrize("template", [slow_unless(name, *OFTEN_CERTIFIED) for name in KEEPS])
@@ -96,8 +96,8 @@ def test_append_only_agrees_with_an_independent_table(template: str) -> None:
 
 
 ROWS = json.loads((REAL / "prefix_map.json").read_text(encoding="utf-8"))["rows"] if HAVE_REAL else []
-# The certificate tries more: a tool call right after a tool result, where DeepSeek-V3 writes no header, and for R1 an
-# answer that is not after one, where the prompt opens reasoning.
+# The certificate probes more: a tool call right after a tool result, where DeepSeek-V3 writes no header, and for R1 an
+# answer without one, where the prompt opens reasoning.
 TRIED_MORE = {"deepseek_v3": (True, False), "deepseek_v31": (False, False)}
 
 
@@ -111,12 +111,12 @@ TRIED_MORE = {"deepseek_v3": (True, False), "deepseek_v31": (False, False)}
 def test_append_only_of_real_pairs_agrees_with_an_independent_table(row: dict[str, str]) -> None:
     columns = (("UT", "RTU"), ("TL", "RT"))
     table = tuple(all(row[name] in "✓∅" for name in names) and row[names[0]] == "✓" for names in columns)
-    found = kept(load_certificate(f"real/{row['template']}"))
-    assert found == table or found == TRIED_MORE[row["template"].split("/")[0]]
+    flags = kept(load_certificate(f"real/{row['template']}"))
+    assert flags == table or flags == TRIED_MORE[row["template"].split("/")[0]]
 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_the_independent_table_holds_for_the_pairs_of_both() -> None:
+def test_independent_table_holds_for_common_pairs() -> None:
     assert model_path("real/qwen3").is_dir()
     assert sum(not row["kw"] and "*" not in row["label"] for row in ROWS) >= 20

@@ -1,4 +1,4 @@
-"""What holds for each pair of template and tokenizer."""
+"""Properties of each pair of template and tokenizer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WITHOUT_ORACLE = {
     ("real/deepseek_v31/templates/DeepSeek-R1.jinja", "parallel calls"),
     ("real/deepseek_v31/templates/DeepSeek-R1.jinja", "tool"),
 }
-"""transformers fails with a TypeError, since arguments are no text or content is not there; the renderer gives both."""
+"""transformers raises a TypeError, since arguments are not text or content is missing; the renderer supplies both."""
 
 
 def check_rendering(renderer: Renderer, name: str) -> None:
-    """Compare ids with transformers' rendering, encoded by `tokenizers`; what that refuses must be refused.
+    """Compare ids with transformers' rendering, encoded by `tokenizers`. Refusals must agree.
 
-    A call without content, as OpenAI's clients send it, is one with an empty text where the template wants a text.
+    A call without content, as OpenAI's clients send it, has an empty text if the template needs text.
     """
     messages = CONVERSATIONS[name]
     setup = setup_for(renderer, date=datetime.date.today().isoformat())

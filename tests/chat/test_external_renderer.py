@@ -1,4 +1,4 @@
-"""Renderer objects of somebody else's, made here: a good one, and ones that break each promise."""
+"""External renderers: a correct one, and one for each broken promise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rendered:
 
 
 class Chat:
-    """The plainest chat format, in ids of a real tokenizer."""
+    """A minimal chat format, in ids of a real tokenizer."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._tokenizer = renderer.tokenizer
@@ -103,7 +103,7 @@ def overridden(renderer: Renderer, kind: type[Chat]) -> ExternalRenderer:
 
 
 def bridged(renderer: Renderer, kind: type[Chat], completion: str = "y e s<|im_end|>") -> tuple[Any, Any, Any]:
-    """Prompt and completion, what was added, and the ids of the whole rendered; the completion sampled by letters."""
+    """Return prompt, completion, added ids, and the ids of the rerendered whole. The completion is in letters."""
     external = overridden(renderer, kind)
     setup = setup_for(external, tools=())
     tokenizer = renderer.tokenizer
@@ -115,14 +115,14 @@ def bridged(renderer: Renderer, kind: type[Chat], completion: str = "y e s<|im_e
     return context_ids, added, external
 
 
-def test_its_ids_are_taken_as_they_are(renderer: Renderer) -> None:
+def test_ids_of_an_external_renderer_are_used_unchanged(renderer: Renderer) -> None:
     external = overridden(renderer, Chat)
     rendered = external.render([QUESTION], setup_for(external))
     assert renderer.tokenizer.decode(rendered.ids) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
     assert set(rendered.provenance) == {Provenance.TEMPLATE}
 
 
-def test_its_bridge_is_what_it_adds_to_the_context(renderer: Renderer) -> None:
+def test_bridge_of_an_external_renderer_is_its_added_ids(renderer: Renderer) -> None:
     _, added, _ = bridged(renderer, Chat)
     assert renderer.tokenizer.decode(added.ids) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
     assert added.ids.dtype == np.int32
@@ -139,25 +139,25 @@ def test_a_bridge_that_is_shorter_than_the_context_is_an_invariant_violation(ren
         bridged(renderer, Short)
 
 
-def test_no_bridge_is_a_refusal(renderer: Renderer) -> None:
+def test_missing_external_bridge_is_a_refusal(renderer: Renderer) -> None:
     with pytest.raises(TemplateRefused, match="Reluctant has no bridge for messages with roles user"):
         bridged(renderer, Reluctant)
 
 
-def test_a_bridge_needs_the_context(renderer: Renderer) -> None:
+def test_external_bridge_needs_the_context(renderer: Renderer) -> None:
     external = overridden(renderer, Chat)
     with pytest.raises(InvariantViolation, match="pass `context_ids`"):
         external.bridge(external.tokenizer.array([1]), {"role": "assistant"}, [QUESTION], setup_for(external))
 
 
-def test_it_parses(renderer: Renderer) -> None:
+def test_external_renderer_parses_replies(renderer: Renderer) -> None:
     external = overridden(renderer, Chat)
     parser = external.parser(setup_for(external))
     parser.feed(renderer.tokenizer.encode_plain("hello<|im_end|>"))
     assert parser.finish()[1].content == "hello"
 
 
-def test_its_calls_keep_their_status_and_span(renderer: Renderer) -> None:
+def test_calls_of_an_external_renderer_keep_status_and_span(renderer: Renderer) -> None:
     calls = [
         Call("add", {"a": 1}, id="c1"),
         Call("add", '{"a": 1}', token_span=None),
@@ -189,17 +189,23 @@ def test_its_calls_keep_their_status_and_span(renderer: Renderer) -> None:
     assert (reply.reasoning, reply.reasoning_open) == ("hm", True)
 
 
-def test_a_certificate_is_of_its_own_bridges(renderer: Renderer) -> None:
+def test_certificate_covers_bridges_of_an_external_renderer(renderer: Renderer) -> None:
     certificate = certify(overridden(renderer, Chat))
-    assert {(found.strategy, found.append_only) for found in certificate.continuations} == {("local", "yes")}
+    assert {(continuation.strategy, continuation.append_only) for continuation in certificate.continuations} == {
+        ("local", "yes")
+    }
     assert certificate.injection_safe
     assert "tools" in certificate.dropped
 
 
-def test_a_certificate_forks_where_it_has_no_bridge(renderer: Renderer) -> None:
+def test_certificate_forks_where_an_external_renderer_has_no_bridge(renderer: Renderer) -> None:
     external = overridden(renderer, Reluctant)
     certificate = certify(external)
-    strategies = {found.name: found.strategy for found in certificate.continuations if "/" not in found.name}
+    strategies = {
+        continuation.name: continuation.strategy
+        for continuation in certificate.continuations
+        if "/" not in continuation.name
+    }
     assert strategies["user"] == strategies["tool+user"] == "fork"
     assert strategies["tool"] == strategies["system"] == "local"
     user, unnamed = [grammar.NEXT], [grammar.NEXT, {"role": "assistant", "content": "x"}, grammar.NEXT]
@@ -207,7 +213,7 @@ def test_a_certificate_forks_where_it_has_no_bridge(renderer: Renderer) -> None:
         assert choose(external, certificate, grammar.TURNS["content"], new, setup_for(external), [QUESTION]) == "fork"
 
 
-def test_a_certificate_refuses_bridges_that_change_the_context(renderer: Renderer) -> None:
+def test_certificate_refuses_external_bridges_that_change_the_context(renderer: Renderer) -> None:
     user = certify(overridden(renderer, Short)).continuation("user")
     assert user is not None
     assert user.strategy == "refused"

@@ -7,11 +7,11 @@ def roles(*names: str) -> list[dict[str, str]]:
     return [{"role": name} for name in names]
 
 
-def test_a_continuation_is_named_by_its_roles() -> None:
+def test_continuations_are_named_by_their_roles() -> None:
     assert continuation_name(roles("tool", "tool", "tool", "user", "assistant", "tool")) == "tools+user+assistant+tool"
 
 
-def test_a_continuation_is_named_by_what_its_conversation_lacks() -> None:
+def test_continuation_names_include_missing_tools_and_system_message() -> None:
     names = [continuation_name(roles("user"), tools=t, system=s) for t in (True, False) for s in (True, False)]
     assert names == ["user", "user", "user/no-tools", "user/no-tools/no-system"]
 

@@ -1,4 +1,4 @@
-"""Ordinary templates render large conversations as transformers does: the limits of the sandbox are for others."""
+"""Ordinary templates render large conversations as transformers does, within the limits of the sandbox."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tools(count: int, depth: int) -> list[dict[str, Any]]:
 
 
 def conversation(turns: int, size: int, *, calls: bool = True) -> list[dict[str, Any]]:
-    """A system message, and for each turn a question, reasoning, a call, its result and an answer of `size` each."""
+    """Return a system message and turns with a question, reasoning, a call, its result and an answer of `size` each."""
     text = "x y <z> 漢\n" * (size // 10)
     messages: list[dict[str, Any]] = [{"role": "system", "content": text}]
     for turn in range(turns):
@@ -50,7 +50,7 @@ def conversation(turns: int, size: int, *, calls: bool = True) -> list[dict[str,
                 {"role": "tool", "tool_call_id": called["id"], "name": "f1", "content": text},
             ]
         messages.append({"role": "assistant", "content": f"<think>\n{text}</think>\n\n{text}"})
-    return [plain_message(one) for one in [*messages, {"role": "user", "content": text}]]
+    return [plain_message(message) for message in [*messages, {"role": "user", "content": text}]]
 
 
 INPUTS = {
@@ -67,9 +67,9 @@ INPUTS = {
 def check_equal(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
     template = ChatTemplate(source)
     today = datetime.date.today().isoformat()
-    given = [dict(_with_parts(one)) for one in messages] if template.takes_parts_only else messages
+    converted = [dict(_with_parts(message)) for message in messages] if template.takes_parts_only else messages
     try:
-        expected = rendered_by_transformers(source, given, tools, VARIABLES)
+        expected = rendered_by_transformers(source, converted, tools, VARIABLES)
     except (jinja2.TemplateError, TypeError):
         with pytest.raises(TemplateRefused, match=r" failed on |refused this conversation: (?!it )"):
             template.render(messages, tools=tools, add_generation_prompt=True, date=today, variables=VARIABLES)
@@ -79,10 +79,10 @@ def check_equal(source: str, messages: list[dict[str, Any]], tools: list[dict[st
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("given", [slow_unless(one, *(INPUTS.keys() - {"4,002 messages"})) for one in INPUTS])
+@pytest.mark.parametrize("input_name", [slow_unless(name, *(INPUTS.keys() - {"4,002 messages"})) for name in INPUTS])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_large_input_renders_as_by_transformers(template: str, given: str) -> None:
-    check_equal(read_source(TEMPLATES[template]), *INPUTS[given])
+def test_a_large_input_renders_as_by_transformers(template: str, input_name: str) -> None:
+    check_equal(read_source(TEMPLATES[template]), *INPUTS[input_name])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_large_input_renders_as_by_transformers(template: str, given: str) -> 
         "{% for m in messages %}{{ '{} {}'.format(m.role, m.content) }}{{ m.content.split('\\n')|length }}{% endfor %}",
     ],
 )
-def test_expressions_take_long_texts(source: str) -> None:
+def test_expressions_accept_long_texts(source: str) -> None:
     check_equal(source, conversation(3, 200_000, calls=False), [])
 
 
@@ -110,5 +110,5 @@ def test_expressions_take_long_texts(source: str) -> None:
         "{% for m in messages %}{% for k in messages[loop.index0:] if k.role == 'tool' %}{% endfor %}{% endfor %}",
     ],
 )
-def test_what_is_made_counts_only_while_it_is_there(source: str) -> None:
+def test_memory_counts_only_while_values_exist(source: str) -> None:
     check_equal(source, conversation(800, 2000, calls=False), [])

@@ -30,19 +30,19 @@ def test_only_placeholders_of_the_template_are_repeated(
         expected += [(PLACEHOLDER, Provenance.MEDIA)] * rest.pop(0) if is_placeholder else [token]
     ids = np.array([token_id for token_id, _ in tokens], np.int32)
     codes = np.array([code for _, code in tokens], np.uint8)
-    found_ids, found_codes = repeat_placeholders(ids, codes, PLACEHOLDER, counts)
-    assert list(zip(found_ids.tolist(), found_codes.tolist(), strict=True)) == expected
-    assert found_ids.dtype == np.int32
-    assert found_codes.dtype == np.uint8
+    actual_ids, actual_codes = repeat_placeholders(ids, codes, PLACEHOLDER, counts)
+    assert list(zip(actual_ids.tolist(), actual_codes.tolist(), strict=True)) == expected
+    assert actual_ids.dtype == np.int32
+    assert actual_codes.dtype == np.uint8
 
 
-def test_a_template_that_writes_no_placeholder_is_refused() -> None:
+def test_template_without_a_placeholder_is_refused() -> None:
     ids, codes = np.array([1, 2], np.int32), np.full(2, Provenance.TEMPLATE, np.uint8)
     with pytest.raises(TemplateRefused, match="wrote 0 image placeholders for 1 images"):
         repeat_placeholders(ids, codes, PLACEHOLDER, [3])
 
 
-def test_templates_are_told_nothing_of_an_image_but_that_it_is_one() -> None:
+def test_templates_get_only_the_type_of_an_image_part() -> None:
     image = {"type": "image", "sha256": "ab", "tokens": 3, "settings": "cd"}
     content = [{"type": "text", "text": "a"}, "b", image, image, {"type": "text", "text": ""}]
     message = {"role": "user", "content": content}

@@ -1,4 +1,4 @@
-"""The suite of other projects' models finds planted faults, and nothing where there are none."""
+"""The suite of other projects' models reports planted faults, and nothing for correct models."""
 
 from __future__ import annotations
 
@@ -29,26 +29,29 @@ SWITCH = """{% for m in messages %}<|im_start|>{{ m.role }}
 """A word in the first message decides how every prompt ends, and every turn begins."""
 FRAMED = """{% for m in messages %}<|turn|>{{ m.role }}{% if m.role == 'assistant' %}<|say|>{{ m.content }}<|said|>
 {%- else %}{{ m.content }}{% endif %}<|over|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant{% endif %}"""
-"""Content has a frame of its own within the turn."""
+"""Content has delimiters within the turn."""
 
 
 def kinds(source: str, folder: Path, count: int = 12) -> dict[str, int]:
     (folder / "one.jinja").write_text(source, encoding="utf-8")
     (folder / "one.json").write_text('{"eos_token": "<|im_end|>"}' if source == SWITCH else '{"eos_token": "<|over|>"}')
     ((name, model),) = named_models.folders(folder, folder / "scratch")
-    found = named_models.judge(name, model, range(10 * count), count, {}).findings
-    return {kind: sum(one.kind == kind for one in found) for kind in {one.kind for one in found}}
+    all_findings = named_models.judge(name, model, range(10 * count), count, {}).findings
+    return {
+        kind: sum(finding.kind == kind for finding in all_findings)
+        for kind in {finding.kind for finding in all_findings}
+    }
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", [SWITCH, FRAMED])
-def test_nothing_is_found_where_nothing_is_wrong(source: str, tmp_path: Path) -> None:
+def test_correct_models_have_no_findings(source: str, tmp_path: Path) -> None:
     assert kinds(source, tmp_path, 40) == {}
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("product", "kind"), [(AlwaysLocal, "false local"), (OneWrongToken, "wrong bridge")])
-def test_a_planted_fault_is_found(
+def test_planted_fault_is_reported(
     product: type[Product], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(named_models, "Product", product)
@@ -56,7 +59,7 @@ def test_a_planted_fault_is_found(
 
 
 @pytest.mark.slow
-def test_a_model_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_model_folder_is_used_unchanged(tmp_path: Path) -> None:
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):

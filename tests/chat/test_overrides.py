@@ -19,7 +19,7 @@ Install = Callable[..., None]
 
 
 class Entry:
-    """An entry point whose function is here already."""
+    """An entry point with an already loaded function."""
 
     def __init__(self, name: str, function: object) -> None:
         self.name = name
@@ -42,7 +42,7 @@ def shout(completion: Completion) -> Reply:
     return Reply(completion.text.upper(), "", (), reasoning_open=False)
 
 
-def test_the_first_entry_point_by_name_that_has_something_to_say_is_taken(renderer: Renderer, install: Install) -> None:
+def test_first_entry_point_by_name_with_a_result_is_used(renderer: Renderer, install: Install) -> None:
     install(
         Entry("c", lambda renderer: Overrides("third")),
         Entry("b", lambda renderer: Overrides("second")),
@@ -51,14 +51,14 @@ def test_the_first_entry_point_by_name_that_has_something_to_say_is_taken(render
     assert find_overrides(renderer) == Overrides("second")
 
 
-def test_what_is_given_comes_before_entry_points(model_dir: Path, install: Install) -> None:
+def test_explicit_overrides_come_before_entry_points(model_dir: Path, install: Install) -> None:
     install(Entry("a", lambda renderer: Overrides("entry")))
-    given = Overrides("given")
-    assert Renderer.load(model_dir, overrides=given).overrides is given
+    overrides = Overrides("given")
+    assert Renderer.load(model_dir, overrides=overrides).overrides is overrides
     assert Renderer.load(model_dir).overrides == Overrides("entry")
 
 
-def test_an_entry_point_that_fails_is_named(renderer: Renderer, install: Install) -> None:
+def test_failing_entry_point_is_named(renderer: Renderer, install: Install) -> None:
     def broken(renderer: Renderer) -> None:
         raise RuntimeError("no luck")
 
@@ -71,15 +71,15 @@ def test_an_entry_point_that_fails_is_named(renderer: Renderer, install: Install
 
 
 def test_the_name_of_an_override_is_part_of_the_fingerprint(renderer: Renderer) -> None:
-    def fingerprint(given: Overrides | None) -> str:
-        return Renderer(renderer.tokenizer, renderer.template, given).fingerprint
+    def fingerprint(overrides: Overrides | None) -> str:
+        return Renderer(renderer.tokenizer, renderer.template, overrides).fingerprint
 
-    assert len({fingerprint(given) for given in (None, Overrides("a"), Overrides("b"))}) == 3
+    assert len({fingerprint(overrides) for overrides in (None, Overrides("a"), Overrides("b"))}) == 3
     assert fingerprint(None) == renderer.fingerprint
 
 
 @pytest.mark.parametrize(("text", "stopped"), [("hi <think>there<|im_end|>", True), ("hi <think>there", False)])
-def test_a_function_is_given_the_completion_up_to_its_stop(renderer: Renderer, text: str, stopped: bool) -> None:
+def test_function_gets_the_completion_up_to_its_stop(renderer: Renderer, text: str, stopped: bool) -> None:
     seen: list[Completion] = []
 
     def parse(completion: Completion) -> Reply:
@@ -96,7 +96,7 @@ def test_a_function_is_given_the_completion_up_to_its_stop(renderer: Renderer, t
     assert rest.content == reply.content == "HI <THINK>THERE"
 
 
-def test_a_function_is_not_shown_what_a_stop_string_ended(renderer: Renderer) -> None:
+def test_function_does_not_get_text_after_a_stop_string(renderer: Renderer) -> None:
     parser = parse_whole(renderer, shout)(setup_for(renderer), ["STOP"])
     parser.feed(renderer.tokenizer.encode_plain("so STOP it"))
     assert parser.finish()[1].content == "SO "
@@ -114,7 +114,7 @@ def test_a_function_that_fails_is_a_tokentape_error_without_the_completion_s_tex
 
 
 class Streaming:
-    """A parser that tells every token as it comes."""
+    """A parser that reports every token as it arrives."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._tokenizer = renderer.tokenizer

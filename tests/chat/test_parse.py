@@ -31,7 +31,7 @@ def parse(text: str, template: str = QWEN3, **kwargs: Any) -> Reply:
     return parser.finish()[1]
 
 
-def test_reasoning_content_and_call_are_told_apart() -> None:
+def test_reasoning_content_and_call_are_separated() -> None:
     reply = parse(f"<think>\nhm\n</think>\n\nwell\n{CALL}<|im_end|>")
     assert (reply.reasoning, reply.content, reply.reasoning_open) == ("hm", "well", False)
     (call,) = reply.tool_calls
@@ -66,7 +66,7 @@ LAST_CALLS_END_OTHERWISE = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endif -%}"""
 
 
-def test_what_only_the_last_turn_ends_with_closes_no_calls() -> None:
+def test_end_of_the_last_turn_does_not_close_calls() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_CALLS_END_OTHERWISE))
     parser = renderer.parser(setup_for(renderer))
     call = '{"name": "add", "arguments": {"a": 7}}'
@@ -118,7 +118,7 @@ def test_a_complete_call_may_lack_its_closing_token() -> None:
     assert [call.status for call in reply.tool_calls] == ["ok"]
 
 
-def test_the_letters_of_a_control_token_open_nothing() -> None:
+def test_letters_of_a_control_token_open_nothing() -> None:
     renderer = load_renderer(QWEN3)
     parser = renderer.parser(setup_for(renderer))
     parser.feed(renderer.tokenizer.encode_marked(f"see: {CALL}").ids)
@@ -148,7 +148,7 @@ def test_tagged_values_take_the_type_of_the_schema() -> None:
     assert json.loads(call.arguments) == {"a": 7, "note": "7", "exact": True}
 
 
-def test_nothing_behind_the_stop_token_is_told() -> None:
+def test_nothing_after_the_stop_token_is_reported() -> None:
     assert parse("well<|im_end|>\nmore").content == "well"
 
 
@@ -156,11 +156,11 @@ def test_a_stop_string_is_cut_off_wherever_tokens_split_it() -> None:
     renderer = load_renderer(QWEN3)
     for n in range(1, 5):
         parser = renderer.parser(setup_for(renderer), stop_strings=["STOP"])
-        told = ""
+        content = ""
         for piece in ("we", "ll S", "TO", "P more")[:n]:
-            told += parser.feed(renderer.tokenizer.encode_marked(piece).ids).content
+            content += parser.feed(renderer.tokenizer.encode_marked(piece).ids).content
         rest, reply = parser.finish()
-        assert told + rest.content == reply.content
+        assert content + rest.content == reply.content
     assert reply.content == "well "
 
 
@@ -190,7 +190,7 @@ def completions(draw: st.DrawFn) -> tuple[str, str, list[dict[str, Any]]]:
 
 
 def written(parts: tuple[str, str, list[dict[str, Any]]]) -> list[Any]:
-    """A completion as a model writes it: control tokens by name, the rest as text."""
+    """Encode a completion as a model writes it: control tokens by name, the rest as text."""
     reasoning, content, calls = parts
     pieces: list[Any] = []
     if reasoning:
@@ -214,9 +214,7 @@ def nfc(text: str) -> str:
 
 @given(parts=completions(), seed=st.integers(0, 2**16))
 @settings(max_examples=examples(150), deadline=None)
-def test_parse_returns_what_was_written_however_it_is_split(
-    parts: tuple[str, str, list[dict[str, Any]]], seed: int
-) -> None:
+def test_parse_returns_the_written_turn_for_any_split(parts: tuple[str, str, list[dict[str, Any]]], seed: int) -> None:
     renderer, rng = load_renderer(QWEN3), random.Random(seed)
     tokenizer = renderer.tokenizer
     ids: list[int] = []
@@ -255,9 +253,9 @@ def test_parse_returns_what_was_written_however_it_is_split(
 def test_any_ids_at_all_parse(ids: list[int], template: str) -> None:
     renderer = load_renderer(template)
     parser = renderer.parser(setup_for(renderer), stop_strings=["the"])
-    told = [parser.feed([token_id % renderer.tokenizer.vocab_size]) for token_id in ids]
+    deltas = [parser.feed([token_id % renderer.tokenizer.vocab_size]) for token_id in ids]
     rest, reply = parser.finish()
-    assert "".join(delta.content for delta in told) + rest.content == reply.content
+    assert "".join(delta.content for delta in deltas) + rest.content == reply.content
     json.dumps(reply.content).encode("utf-8")
 
 
@@ -271,7 +269,9 @@ OPENS_AFTER_QUESTIONS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 @pytest.mark.parametrize(
     ("role", "reasoning", "content"), [("user", "Hm.", "Yes."), ("tool", "", "Hm.</think>Yes."), (None, "Hm.", "Yes.")]
 )
-def test_the_prompt_of_the_turn_says_whether_reasoning_is_open(role: str | None, reasoning: str, content: str) -> None:
+def test_prompt_of_the_turn_determines_whether_reasoning_is_open(
+    role: str | None, reasoning: str, content: str
+) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(OPENS_AFTER_QUESTIONS))
     setup = renderer.setup()
     prompt_ids = None if role is None else renderer.render([{"role": role, "content": "<think>\n"}]).ids

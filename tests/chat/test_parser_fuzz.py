@@ -1,4 +1,4 @@
-"""Completions at random, for every template at hand. `python -m tests.chat.fuzz` runs more of them."""
+"""Random completions, for every available template. `python -m tests.chat.fuzz` runs more of them."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ FAST = (
     "calls=python",
     "calls=tagged_parameters values=json",
 )
-"""Of the call syntaxes that the generator composes, those that `make test` tries."""
+"""The composed call syntaxes of the generator that `make test` uses."""
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("pair", [pair for pair in pairs() if pair.name.startswith("small/")], ids=lambda p: p.name)
-def test_nothing_is_lost_and_nothing_fails(pair: Pair) -> None:
+def test_random_completions_lose_no_text_and_raise_no_error(pair: Pair) -> None:
     assert run(pair, 0, 24, "1") == {}
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAST)
-def test_nothing_is_lost_of_a_composed_call_syntax(name: str) -> None:
+def test_completions_of_a_composed_call_syntax_lose_no_text(name: str) -> None:
     assert {pair.name: run(pair, 0, 24, "1") for pair in syntaxes(name)}.popitem()[1] == {}
 
 
 @pytest.mark.parametrize(
     ("name", "number"), [("calls=name_newline_json call_label=id", 947), ("calls=semicolons call_label=running", 971)]
 )
-def test_completions_that_lost_something_do_no_longer(name: str, number: int) -> None:
+def test_completions_that_once_lost_text_no_longer_do(name: str, number: int) -> None:
     assert {pair.name: run(pair, number, 1, "2") for pair in syntaxes(name)}.popitem()[1] == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", list(pairs()), ids=lambda p: p.name)
-def test_nothing_is_lost_of_1000_completions(pair: Pair) -> None:
+def test_1000_completions_lose_no_text(pair: Pair) -> None:
     assert run(pair, 0, 1000, "2") == {}
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_of_any_composed_call_syntax() -> None:
-    assert {pair.name: found for pair in syntaxes() if (found := run(pair, 0, 1000, "2"))} == {}
+def test_completions_of_any_composed_call_syntax_lose_no_text() -> None:
+    assert {pair.name: problems for pair in syntaxes() if (problems := run(pair, 0, 1000, "2"))} == {}
 
 
 class Loses(RegionParser):
@@ -68,7 +68,7 @@ class Loses(RegionParser):
 
 
 class Cuts(RegionParser):
-    """Returns what depends on how the stream is cut."""
+    """Returns text that depends on the chunking of the stream."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -80,9 +80,9 @@ class Cuts(RegionParser):
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
         rest, reply = super().finish()
-        said = f"{reply.content} {self._fed}"
+        content = f"{reply.content} {self._fed}"
         return ReplyDelta(f"{rest.content} {self._fed}", rest.reasoning, rest.tool_calls), Reply(
-            said, reply.reasoning, reply.tool_calls, False
+            content, reply.reasoning, reply.tool_calls, False
         )
 
 
@@ -96,22 +96,24 @@ class Fails(RegionParser):
 @pytest.mark.parametrize(
     ("faulty", "complaint"), [(Loses, "lost text: zqabcdez"), (Cuts, "another reply"), (Fails, "IndexError in ")]
 )
-def test_a_faulty_parser_is_found_out(
-    faulty: type[RegionParser], complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_parser_is_detected(faulty: type[RegionParser], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     setup = renderer.setup(TOOLS)
     ids = renderer.tokenizer.encode_plain("a zqabcdez b <|im_end|>")
 
-    def found() -> list[str]:
-        return [one for seed in range(3) for one in complaints(renderer, setup, ids, random.Random(seed))]
+    def current_complaints() -> list[str]:
+        return [
+            complaint_text
+            for seed in range(3)
+            for complaint_text in complaints(renderer, setup, ids, random.Random(seed))
+        ]
 
-    assert found() == []
+    assert current_complaints() == []
     monkeypatch.setattr("tokentape.chat._renderer.RegionParser", faulty)
-    assert any(one.startswith(complaint) for one in found())
+    assert any(text.startswith(complaint) for text in current_complaints())
 
 
 def test_completions_are_the_same_in_each_run() -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
-    one, two = (Completions(renderer, renderer.setup(TOOLS, date="2026-11-21"), "seed") for _ in range(2))
-    assert [one[n] for n in range(16)] == [two[n] for n in range(16)]
+    first, second = (Completions(renderer, renderer.setup(TOOLS, date="2026-11-21"), "seed") for _ in range(2))
+    assert [first[n] for n in range(16)] == [second[n] for n in range(16)]

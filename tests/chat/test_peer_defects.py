@@ -1,4 +1,4 @@
-"""Defects that were reproduced in `renderers` 0.1.12, each as a test that we pass."""
+"""Defects of `renderers` 0.1.12, each reproduced as a test that Tokentape passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEXT: Message = {"role": "user", "content": "and another"}
 
 
 def two_turns(renderer: Renderer, setup: Setup, reply: Message, completion: list[int], new: Message) -> Trajectory:
-    """The trajectory of a turn with this completion and of one more turn behind it."""
+    """Return the trajectory of a turn with this completion and a turn after it."""
     sampled = renderer.tokenizer.array(completion)
     first = renderer.render([QUESTION], setup)
     bridge = renderer.bridge(sampled, reply, [new], setup)
@@ -50,7 +50,7 @@ def two_turns(renderer: Renderer, setup: Setup, reply: Message, completion: list
     return trajectory
 
 
-def test_1_tokens_sampled_behind_a_close_token_are_kept() -> None:
+def test_1_tokens_sampled_after_a_close_token_are_kept() -> None:
     """`renderers` cuts the turn at the last close token in it."""
     renderer = load_renderer(QWEN3)
     tokenizer = renderer.tokenizer
@@ -58,12 +58,12 @@ def test_1_tokens_sampled_behind_a_close_token_are_kept() -> None:
     reply = {"role": "assistant", "content": "an answer"}
     trajectory = two_turns(renderer, setup_for(renderer), reply, completion, NEXT)
     start = int(trajectory.completion_starts[0])
-    behind = start + len(completion)
-    assert trajectory.token_ids[start:behind].tolist() == completion
-    assert trajectory.loss_mask[start:behind].all()
-    # The turn did not end with the close token that it has, so it is closed again, and that is no sampled token.
-    assert trajectory.token_ids[behind] == tokenizer.encode_plain("<|im_end|>")[0]
-    assert trajectory.provenance[behind] == Provenance.CLOSE
+    end = start + len(completion)
+    assert trajectory.token_ids[start:end].tolist() == completion
+    assert trajectory.loss_mask[start:end].all()
+    # The turn did not end with its close token, so it is closed again, and this close is not sampled.
+    assert trajectory.token_ids[end] == tokenizer.encode_plain("<|im_end|>")[0]
+    assert trajectory.provenance[end] == Provenance.CLOSE
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_2_text_of_a_new_message_never_becomes_a_control_token(spelled: str, rol
 
 
 @pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
-def test_3_each_token_is_attributed_once_and_to_whom_it_belongs(template: str) -> None:
-    """`DefaultRenderer` renders prefixes, and where a template rewrites them it has more attributions than ids."""
+def test_3_each_token_is_attributed_once_and_correctly(template: str) -> None:
+    """`DefaultRenderer` renders prefixes. If a template rewrites them, it has more attributions than ids."""
     renderer = load_renderer(template)
     setup = setup_for(renderer, tools=())
     messages = [
@@ -95,8 +95,8 @@ def test_3_each_token_is_attributed_once_and_to_whom_it_belongs(template: str) -
     ]
     rendered = renderer.render(messages, setup)
     assert rendered.provenance.shape == rendered.ids.shape
-    said = renderer.tokenizer.decode(rendered.ids[rendered.provenance == Provenance.USER].tolist())
-    assert said.replace(" ", "") == "aaaadddd"
+    user_text = renderer.tokenizer.decode(rendered.ids[rendered.provenance == Provenance.USER].tolist())
+    assert user_text.replace(" ", "") == "aaaadddd"
     assert Provenance.SAMPLED not in rendered.provenance
 
 
@@ -116,7 +116,7 @@ def conversation(turns: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts of what rendering and encoding are asked to do."""
+    """Counts of rendered messages and encoded characters."""
     done: Counter[str] = Counter()
 
     def count(owner: type, name: str, size: Callable[..., int]) -> None:
@@ -163,7 +163,7 @@ def test_4_a_bridge_costs_the_same_however_long_the_history_is(work: Counter[str
 
 
 def test_5_a_bridge_names_the_function_that_gpt_oss_called() -> None:
-    """`renderers` writes `functions.unknown` where the result does not repeat the name."""
+    """`renderers` writes `functions.unknown` if the result does not repeat the name."""
     renderer = load_renderer(GPT_OSS)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     completion = tokenizer.encode_plain('<|channel|>commentary to=functions.add <|message|>{"a":7}<|call|>')

@@ -1,4 +1,4 @@
-"""What follows a turn may depend on rare things in the history or the turn. Bridges are compared with the template."""
+"""Text after a turn may depend on rare details of the history or the turn. Bridges are compared with the template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def written(each: str, *, before: str = "", prompt: str = "") -> str:
-    """A template that does something for each message, which may set `note`, and writes something into its prompt."""
+    """Return a template with a body for each message, which may set `note`, and with text in its prompt."""
     body = "{% for m in messages %}{% set note = '' %}" + each + BODY
     return HEAD + before + body + PROMPT.replace("assistant", f"assistant{prompt}")
 
@@ -33,12 +33,12 @@ def user(text: str, **fields: str) -> Message:
     return {"role": "user", "content": text, **fields}
 
 
-def said(text: str, **fields: str) -> Message:
+def assistant(text: str, **fields: str) -> Message:
     return {"role": "assistant", "content": text, **fields}
 
 
 def step(n: int) -> tuple[Message, Message]:
-    """A call and its result."""
+    """Return a call and its result."""
     function = {"name": "look", "arguments": {"q": "x"}}
     calling = {"id": f"call{n:05d}", "type": "function", "function": function}
     result = {"role": "tool", "tool_call_id": calling["id"], "name": "look", "content": "ok"}
@@ -51,7 +51,7 @@ def calling(**arguments: object) -> Message:
     return {**call, "tool_calls": [{**call["tool_calls"][0], "function": function}]}
 
 
-EXCHANGES = [user("1"), said("1"), user("2"), said("2"), user("3")]
+EXCHANGES = [user("1"), assistant("1"), user("2"), assistant("2"), user("3")]
 REMINDS = (
     "{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}{% if NTH %}{% set note = 'Note. ' %}{% endif %}{% endif %}"
 )
@@ -60,12 +60,17 @@ COUNTS = (
     "{% if m.tool_calls %}{% set ns.calls = ns.calls + 1 %}{% endif %}"
 )
 CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
-    "every fourth turn": (written(REMINDS.replace("NTH", "ns.n % 4 == 0")), EXCHANGES, said("3"), user("4")),
-    "divisible by four": (written(REMINDS.replace("NTH", "ns.n is divisibleby(4)")), EXCHANGES, said("3"), user("4")),
+    "every fourth turn": (written(REMINDS.replace("NTH", "ns.n % 4 == 0")), EXCHANGES, assistant("3"), user("4")),
+    "divisible by four": (
+        written(REMINDS.replace("NTH", "ns.n is divisibleby(4)")),
+        EXCHANGES,
+        assistant("3"),
+        user("4"),
+    ),
     "more than a variable says": (
         written(REMINDS.replace("NTH", "ns.n > most"), before="{% set most = 6 %}"),
         [*EXCHANGES[:-1] * 3, user("7")],
-        said("7"),
+        assistant("7"),
         user("8"),
     ),
     "calls since the user's message": (
@@ -81,7 +86,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ' (fast)' if ns.deep else '' }}",
         ),
         [user("it is urgent")],
-        said("yes"),
+        assistant("yes"),
         user("go"),
     ),
     "two words in one text": (
@@ -90,7 +95,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ' (deep)' if ns.deep else '' }}",
         ),
         [user("think hard")],
-        said("yes"),
+        assistant("yes"),
         user("go"),
     ),
     "a system message within the conversation": (
@@ -98,8 +103,8 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             "{% if m.role == 'system' and not loop.first %}{% set ns.rule = m.content %}{% endif %}",
             prompt="{{ ' (' + ns.rule + ')' if ns.rule else '' }}",
         ),
-        [user("1"), said("1"), {"role": "system", "content": "in French"}, user("2")],
-        said("2"),
+        [user("1"), assistant("1"), {"role": "system", "content": "in French"}, user("2")],
+        assistant("2"),
         user("3"),
     ),
     "a developer message": (
@@ -108,7 +113,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ' (' + ns.rule + ')' if ns.rule else '' }}",
         ),
         [{"role": "developer", "content": "in French"}, user("2")],
-        said("2"),
+        assistant("2"),
         user("3"),
     ),
     "who spoke before": (
@@ -117,7 +122,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             "{% set ns.who = m.name %}{% endif %}"
         ),
         [user("1", name="Ada")],
-        said("1"),
+        assistant("1"),
         user("2", name="Ada"),
     ),
     "how the turn before ends": (
@@ -126,7 +131,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             "{% if (before.content or '').endswith('?') %}{% set note = 'Answer: ' %}{% endif %}"
         ),
         [user("1")],
-        said("Which \n?"),
+        assistant("Which \n?"),
         user("2"),
     ),
     "whether a tool was used": (
@@ -136,31 +141,31 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ' (cite)' if ns.deep else '' }}",
         ),
         [user("1"), *step(1)],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "a long text": (
         written("{% if m.content | length > 900 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         [user("a b " * 300)],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "more messages than are tried": (
         written("{% if loop.index > 150 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         EXCHANGES[:-1] * 40 + EXCHANGES[-1:],
-        said("3"),
+        assistant("3"),
         user("4"),
     ),
     "a number in a text": (
         written("{% if m.content | int > 10 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         [user("42")],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "a text of digits": (
         written("{% if m.content.isdigit() %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         [user("7")],
-        said("one"),
+        assistant("one"),
         user("two"),
     ),
     "the length of a text by two": (
@@ -169,7 +174,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ns.deep }}",
         ),
         [user("abc")],
-        said("1"),
+        assistant("1"),
         user("no"),
     ),
     "a line break": (
@@ -178,13 +183,13 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ns.deep }}",
         ),
         [user("a\nb")],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "how often a sign occurs": (
         written("{% if m.content.count('!') > 2 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         [user("go!!!")],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "whether a text has signs": (
@@ -193,13 +198,13 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ns.deep }}",
         ),
         [user("hi @bob")],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "whether a user repeats the question": (
         written("{% if not loop.first and m.content == messages[0].content %}{% set note = 'Again. ' %}{% endif %}"),
         [user("ping")],
-        said("1"),
+        assistant("1"),
         user("ping"),
     ),
     "how many arguments a call had": (
@@ -209,7 +214,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ns.deep }}",
         ),
         [user("1"), calling(a=1, b=2, c=3, d=4), step(1)[1]],
-        said("1"),
+        assistant("1"),
         user("2"),
     ),
     "whether the turn has reasoning": (
@@ -218,14 +223,14 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             prompt="{{ ' (thinks on)' if ns.thought else '' }}",
         ),
         [user("1")],
-        said("1", reasoning_content="Hm."),
+        assistant("1", reasoning_content="Hm."),
         user("2"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bridge_is_what_the_template_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridges_match_the_template(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
     source, history, reply, new = CASES[name]
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
@@ -239,7 +244,7 @@ def test_a_bridge_is_what_the_template_writes(name: str, monkeypatch: pytest.Mon
     assert whole[-len(ids) - 1 :] == close + ids.tolist()
 
 
-def test_a_tool_with_an_unusual_field_is_asked_for_it() -> None:
+def test_tool_with_an_unusual_field_is_probed_with_it() -> None:
     source = (
         written(
             "{% for t in tools or [] %}{% if t.function.name == m.name and t.function.output_schema %}"
@@ -267,10 +272,10 @@ def test_a_result_that_repeats_its_call_starts_a_new_branch(monkeypatch: pytest.
         "{% if m.role == 'tool' %}{% set note = ns.rule + ' gives ' %}{% endif %}"
     )
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source)))
-    assert [found.strategy for found in certificate.continuations] == ["local", "fork"]
+    assert [continuation.strategy for continuation in certificate.continuations] == ["local", "fork"]
 
 
-def test_what_a_budget_in_the_opener_of_reasoning_opens_is_reasoning() -> None:
+def test_reasoning_opener_with_a_budget_opens_reasoning() -> None:
     effort = "{{ 'high' if '/deep' in messages[0].content else 'low' }}"
     thought = "<think>[" + effort + "]\n{{ m.reasoning_content or '' }}\n</think>\n"
     source = (
@@ -288,17 +293,17 @@ def test_what_a_budget_in_the_opener_of_reasoning_opens_is_reasoning() -> None:
         assert (reply.reasoning.strip(), reply.content.strip()) == ("so be it", "Yes.")
 
 
-def test_an_end_of_the_content_that_the_template_changes_is_no_part_of_the_suffix() -> None:
+def test_changed_end_of_content_is_not_part_of_the_suffix() -> None:
     source = (
         "{% for m in messages %}{% if m.content.endswith('ok') %}{% endif %}{{ m.role }}: {{ m.content | upper }}\n"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
-    suffix = renderer.suffix(said("Why ok"), [user("2")], setup_for(renderer), [user("1")])
+    suffix = renderer.suffix(assistant("Why ok"), [user("2")], setup_for(renderer), [user("1")])
     assert suffix == "\nuser: 2\nassistant:"
 
 
-def test_numbers_and_words_are_found_where_they_are_compared() -> None:
+def test_compared_numbers_and_words_are_extracted() -> None:
     tree = parse_template(
         "{% set most = 9 %}{% macro has(text, word) %}{{ word in text }}{% endmacro %}{% if n > most %}{% endif %}"
         "{% if n % 7 == 0 or n is divisibleby(5) %}{% endif %}{{ has(m.content, '/deep') }}"

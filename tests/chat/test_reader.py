@@ -1,4 +1,4 @@
-"""Ids as they arrive -> marked text: however they are cut into arrivals, as one id after the other says."""
+"""Marked text from arriving ids: any chunking gives the same as single ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = st.text(st.sampled_from("abc def\n\u00e9\u4e2d\U0001f642"), max_size=12)
 
 
 def slowly(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the tokens that wrote each of its characters."""
+    """Return the text, and the tokens that wrote each of its characters."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, written_by = "", []
     for n, token_id in enumerate(ids):
@@ -39,13 +39,13 @@ def slowly(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: frozenset[int]) -
 
 @pytest.mark.parametrize("family", [*KINDS, *map(slow_unless, REAL_FAMILIES)])
 @given(texts=st.lists(TEXT, max_size=4), data=st.data())
-def test_arrivals_of_any_size_read_as_one_token_at_a_time(family: str, texts: list[str], data: st.DataObject) -> None:
+def test_arrivals_of_any_size_read_like_single_tokens(family: str, texts: list[str], data: st.DataObject) -> None:
     tokenizer = load_tokenizer(family)
     controls = [control.id for control in tokenizer.controls[:4]]
     ids: list[int] = []
     for text in texts:
         ids += [*tokenizer.encode_plain(text), data.draw(st.sampled_from(controls))]
-    # Halves of characters too: not all that is sampled is valid text.
+    # Also partial characters: sampled tokens need not be valid text.
     ids = [token_id for token_id in ids if data.draw(st.integers(0, 9))]
     stop_ids = frozenset(data.draw(st.sets(st.sampled_from([*controls, *ids]), max_size=1)))
     reader = Reader(tokenizer, stop_ids, ())
@@ -64,7 +64,7 @@ def test_arrivals_of_any_size_read_as_one_token_at_a_time(family: str, texts: li
         assert first <= tokens[0] < end
 
 
-def test_nothing_behind_a_stop_string_is_given_out_however_it_arrives() -> None:
+def test_nothing_after_a_stop_string_is_returned_for_any_chunking() -> None:
     tokenizer = load_tokenizer("qwen3")
     ids = tokenizer.encode_plain("one two STOP three")
     for size in (1, 2, len(ids)):
@@ -75,13 +75,13 @@ def test_nothing_behind_a_stop_string_is_given_out_however_it_arrives() -> None:
         assert (reader.text, reader.stopped, reader.ended) == ("one two ", True, False)
 
 
-def test_half_a_character_is_told_with_what_follows_it() -> None:
+def test_partial_character_is_returned_with_the_following_text() -> None:
     tokenizer = load_tokenizer("qwen3")
     half = tokenizer.encode_plain("\U00012345")[:-1]
     control = tokenizer.controls[0]
     assert half
-    for behind, told in (([*tokenizer.encode_plain("a")], "\ufffda"), ([control.id], f"\ufffd{control.mark}")):
+    for following, expected in (([*tokenizer.encode_plain("a")], "\ufffda"), ([control.id], f"\ufffd{control.mark}")):
         reader = Reader(tokenizer, frozenset(), ())
-        for token_id in [*half, *behind, *tokenizer.encode_plain("b")]:
+        for token_id in [*half, *following, *tokenizer.encode_plain("b")]:
             reader.feed([token_id])
-        assert reader.text == f"{told}b"
+        assert reader.text == f"{expected}b"

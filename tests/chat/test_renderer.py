@@ -33,7 +33,7 @@ QWEN = [name for name in SMALL_TEMPLATES if name.startswith(("qwen2_5/", "qwen3/
 QWEN3 = "qwen3/templates/Qwen3.jinja"
 
 
-def test_content_parts_render_as_the_text_they_hold() -> None:
+def test_content_parts_render_as_their_text() -> None:
     renderer = load_renderer(QWEN3)
     setup = setup_for(renderer)
     parts = [{"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]}]
@@ -41,7 +41,7 @@ def test_content_parts_render_as_the_text_they_hold() -> None:
     assert renderer.render(parts, setup).ids.tolist() == renderer.render(whole, setup).ids.tolist()
 
 
-def test_the_date_is_the_setup_s_and_not_the_clock_s() -> None:
+def test_date_comes_from_the_setup_and_not_the_clock() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     ids = renderer.render([QUESTION], setup_for(renderer, date="2020-02-29")).ids.tolist()
     assert "2020-02-29" in renderer.tokenizer.decode(ids)
@@ -56,7 +56,7 @@ CONTINUATIONS = {
 
 
 def sampled_turn(renderer: Renderer, calls: list[int]) -> tuple[dict[str, Any], list[int]]:
-    """An assistant message and ids that a model would sample for it: what the template writes, up to the stop."""
+    """Return an assistant message and ids that a model would sample for it: the template's text up to the stop."""
     setup = setup_for(renderer)
     message = {**ANSWER, "tool_calls": [call(n, {"a": n, "note": "x y"}) for n in calls]}
     if not calls:
@@ -73,7 +73,7 @@ def sampled_turn(renderer: Renderer, calls: list[int]) -> tuple[dict[str, Any], 
 
 @pytest.mark.parametrize("template", [t for t in QWEN if "QwQ" not in t])
 @pytest.mark.parametrize("name", CONTINUATIONS)
-def test_bridge_equals_the_template_where_that_only_appends(template: str, name: str) -> None:
+def test_bridge_equals_the_template_if_it_only_appends(template: str, name: str) -> None:
     renderer = load_renderer(template)
     setup = setup_for(renderer)
     calls, new = CONTINUATIONS[name]
@@ -83,7 +83,7 @@ def test_bridge_equals_the_template_where_that_only_appends(template: str, name:
     expected = by_transformers(renderer, [SYSTEM, QUESTION, message, *new])
     assert expected is not None
     if expected[: len(context)] != context:
-        # The template rewrites the earlier turn; what it adds behind it must still be what the bridge adds.
+        # The template rewrites the earlier turn. The ids after it must still equal the bridge.
         added = bridged[len(context) :]
         assert expected[-len(added) :] == added
     else:
@@ -111,8 +111,8 @@ def test_open_reasoning_is_closed_as_the_template_closes_it() -> None:
     assert closed == "\n</think>\n\n<|im_end|>"
 
 
-def test_another_stop_token_is_kept_and_stands_for_the_turn_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One of its own: a renderer finds out once per setup which ids end a turn.
+def test_other_stop_token_is_kept_as_the_end_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A separate renderer: it detects the ids that end a turn once per setup.
     renderer = new_renderer(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     monkeypatch.setattr(tokenizer, "eos_ids", tokenizer.eos_ids | set(tokenizer.encode_plain("<|endoftext|>")))
@@ -121,7 +121,7 @@ def test_another_stop_token_is_kept_and_stands_for_the_turn_s_end(monkeypatch: p
     assert tokenizer.decode(added.ids.tolist()).startswith("\n<|im_start|>user\n")
 
 
-def test_tokens_behind_the_stop_token_stay_and_are_not_repeated() -> None:
+def test_tokens_after_the_stop_token_stay_and_are_not_repeated() -> None:
     renderer = load_renderer(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     reply = {"role": "assistant", "content": "hi"}
@@ -130,7 +130,7 @@ def test_tokens_behind_the_stop_token_stay_and_are_not_repeated() -> None:
     assert tokenizer.decode(added.ids.tolist()).startswith("<|im_start|>user\n")
 
 
-def test_a_bridge_keeps_nothing_in_memory_but_its_own_tokens() -> None:
+def test_bridge_keeps_only_its_tokens_in_memory() -> None:
     renderer = load_renderer(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     completion = tokenizer.array(tokenizer.encode_plain("hi<|im_end|>"))
@@ -159,26 +159,26 @@ def test_a_role_that_the_template_drops_is_refused() -> None:
         renderer.render([{"role": "developer", "content": "be brief"}, QUESTION], setup)
 
 
-def test_a_template_s_own_refusal_is_told() -> None:
+def test_refusal_by_the_template_is_reported() -> None:
     renderer = load_renderer("llama3/templates/Llama-3.1-3.3-Instruct.jinja")
     two_calls = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1}), call(2, {"a": 2})]}
     with pytest.raises(TemplateRefused, match=r"single tool-calls|one call at most"):
         renderer.render([QUESTION, two_calls, result(1), result(2)], setup_for(renderer))
 
 
-def test_provenance_names_who_said_what() -> None:
+def test_provenance_names_the_writer_of_each_text() -> None:
     renderer = load_renderer(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     rendered = renderer.render(CONVERSATIONS["tool"], setup)
 
-    def said(code: Provenance) -> str:
+    def text_of(code: Provenance) -> str:
         return tokenizer.decode(rendered.ids[rendered.provenance == code].tolist())
 
-    assert said(Provenance.USER).strip() == "hello  there é日本\n\nok"
-    assert said(Provenance.SYSTEM).strip() == "You are X."
-    assert said(Provenance.TOOL) == "ok"
-    assert "answer text" in said(Provenance.ASSISTANT)
-    assert "<|im_start|>" in said(Provenance.TEMPLATE)
+    assert text_of(Provenance.USER).strip() == "hello  there é日本\n\nok"
+    assert text_of(Provenance.SYSTEM).strip() == "You are X."
+    assert text_of(Provenance.TOOL) == "ok"
+    assert "answer text" in text_of(Provenance.ASSISTANT)
+    assert "<|im_start|>" in text_of(Provenance.TEMPLATE)
     assert Provenance.SAMPLED not in rendered.provenance
 
 
@@ -200,8 +200,8 @@ TEXTS = st.text(max_size=30) | st.sampled_from(["", " ", "\n\n", "<|im_end|>", "
 
 @given(user=TEXTS, tool=TEXTS, system=TEXTS, template=st.sampled_from(QWEN), seed=st.integers(0, 2**16))
 @settings(max_examples=examples(25), deadline=None)
-def test_context_is_only_ever_appended_to(user: str, tool: str, system: str, template: str, seed: int) -> None:
-    """Whatever callers say and however the model split its text, not one sampled id changes over many turns."""
+def test_context_is_only_appended_to(user: str, tool: str, system: str, template: str, seed: int) -> None:
+    """No sampled id changes over many turns, for any caller text and any split of the model's text."""
     renderer = load_renderer(template)
     tokenizer, setup, rng = renderer.tokenizer, setup_for(renderer), random.Random(seed)
     call_id = f"call{seed:05d}"
@@ -233,7 +233,7 @@ def renderer_starts(renderer: Renderer, system: str, user: str) -> list[int]:
 
 
 def random_split(tokenizer: Any, text: str, rng: random.Random) -> list[int]:
-    """Ids of `text` cut at random places before encoding: rarely the canonical ones."""
+    """Encode `text` cut at random positions: the ids are rarely canonical."""
     ids: list[int] = []
     while text:
         n = rng.randint(1, 4)
@@ -242,7 +242,7 @@ def random_split(tokenizer: Any, text: str, rng: random.Random) -> list[int]:
     return ids
 
 
-def test_stop_ids_are_what_ends_assistant_turns() -> None:
+def test_stop_ids_are_the_ends_of_assistant_turns() -> None:
     expected = {
         "qwen3/templates/Qwen3.jinja": {"<|im_end|>"},
         "llama3/templates/Llama-3.1-3.3-Instruct.jinja": {"<|eot_id|>"},
@@ -268,12 +268,14 @@ NEEDS_CONTENT = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endif -%}"""
 
 
-def test_a_call_without_content_is_rendered_where_the_template_wants_a_text() -> None:
+def test_call_without_content_is_rendered_if_the_template_needs_text() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NEEDS_CONTENT))
     question = {"role": "user", "content": "?"}
     calling = {"role": "assistant", "content": None, "tool_calls": [call(1, {"a": 1})]}
     empty = {**calling, "content": ""}
-    rendered, expected = (renderer.render([question, one, result(1)], (ADD,)).ids for one in (calling, empty))
+    rendered, expected = (
+        renderer.render([question, empty_call, result(1)], (ADD,)).ids for empty_call in (calling, empty)
+    )
     assert rendered.tolist() == expected.tolist()
 
 
@@ -290,9 +292,9 @@ def test_a_template_is_compiled_once_and_keeps_nothing_of_a_rendering(monkeypatc
     source = "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }} {{ messages[0].content }}"
     written = [
         ChatTemplate(source).render(
-            [{"role": "user", "content": said}], tools=(), add_generation_prompt=True, date="2026-01-01", variables={}
+            [{"role": "user", "content": text}], tools=(), add_generation_prompt=True, date="2026-01-01", variables={}
         )
-        for said in "ab"
+        for text in "ab"
     ]
     assert written == ["1 a", "1 b"]
     assert compiled == [source]

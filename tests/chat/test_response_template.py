@@ -35,7 +35,7 @@ TEMPLATE = {
 
 @pytest.fixture
 def shipping(renderer: Renderer, model_dir: Any) -> Renderer:
-    """The tiny model as if its tokenizer shipped `TEMPLATE`."""
+    """Load the tiny model as if its tokenizer shipped `TEMPLATE`."""
     return with_template(renderer, model_dir, TEMPLATE)
 
 
@@ -55,7 +55,7 @@ def parsed(renderer: Renderer, text: str) -> Reply:
     return reply
 
 
-def test_it_is_found_in_the_tokenizer_s_configuration(shipping: Renderer, renderer: Renderer) -> None:
+def test_response_template_is_read_from_the_tokenizer_config(shipping: Renderer, renderer: Renderer) -> None:
     assert shipping.overrides is not None
     assert shipping.overrides.name.startswith("response_template ")
     assert find_overrides(renderer) is None
@@ -71,12 +71,12 @@ def test_content_reasoning_and_calls_are_read(shipping: Renderer) -> None:
     ]
 
 
-def test_what_it_can_t_read_is_read_by_the_chat_template(shipping: Renderer) -> None:
+def test_unreadable_replies_fall_back_to_the_chat_template(shipping: Renderer) -> None:
     text = 'so CALL{"name": "add", "argum'
     assert parsed(shipping, text).content == text
 
 
-def test_one_that_is_not_valid_is_not_used_and_says_so(
+def test_invalid_response_template_is_not_used_and_logged(
     renderer: Renderer, model_dir: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -84,7 +84,7 @@ def test_one_that_is_not_valid_is_not_used_and_says_so(
     assert "use the tokenizer's response_template" in caplog.text
 
 
-def test_without_transformers_it_is_not_used_and_says_so(
+def test_response_template_without_transformers_is_not_used_and_logged(
     renderer: Renderer, model_dir: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)

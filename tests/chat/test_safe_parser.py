@@ -24,10 +24,10 @@ class Faulty:
     end: Callable[[], tuple[ReplyDelta, Reply]]
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        found = self.feeds.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        outcome = self.feeds.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
         return self.end()
@@ -38,11 +38,11 @@ def fails() -> tuple[ReplyDelta, Reply]:
 
 
 def parse(renderer: Renderer, faulty: Faulty, *texts: str) -> tuple[str, Reply]:
-    """Return what a streaming client has at the end, and the reply."""
+    """Return a streaming client's text at the end, and the reply."""
     parser = SafeParser(faulty, renderer.tokenizer, frozenset(renderer.tokenizer.eos_ids), ())
-    said = "".join(parser.feed(renderer.tokenizer.encode_plain(text)).content for text in texts)
+    content = "".join(parser.feed(renderer.tokenizer.encode_plain(text)).content for text in texts)
     rest, reply = parser.finish()
-    return said + rest.content, reply
+    return content + rest.content, reply
 
 
 def test_a_parser_that_fails_at_once_leaves_the_text_as_content(renderer: Renderer) -> None:
@@ -51,7 +51,7 @@ def test_a_parser_that_fails_at_once_leaves_the_text_as_content(renderer: Render
     assert reply.problem.startswith("IndexError in test_safe_parser.py:")
 
 
-def test_a_parser_that_fails_at_the_end_adds_what_is_missing(renderer: Renderer) -> None:
+def test_parser_that_fails_at_the_end_adds_the_missing_text(renderer: Renderer) -> None:
     streamed, reply = parse(renderer, Faulty([ReplyDelta("one "), ReplyDelta()], fails), "one ", "two<|im_end|>")
     assert reply.content == streamed == "one two"
     assert "RecursionError" in reply.problem
@@ -67,7 +67,7 @@ def test_the_problem_does_not_quote_the_completion(renderer: Renderer) -> None:
     assert "secret" not in parse(renderer, Faulty([ReplyDelta()], fails), "secret")[1].problem
 
 
-def test_what_was_streamed_wins_over_another_reply(renderer: Renderer) -> None:
+def test_streamed_text_wins_over_a_different_reply(renderer: Renderer) -> None:
     call = ToolCall("add", "{}", "ok", (0, 1), "id")
     other = Reply("something else", "", (), reasoning_open=False)
     faulty = Faulty([ReplyDelta("one", tool_calls=(call,))], lambda: (ReplyDelta(" two"), other))

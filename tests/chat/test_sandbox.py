@@ -1,4 +1,4 @@
-"""Templates that mean harm: each is refused within seconds and a little memory, and the next one renders."""
+"""Malicious templates: each is refused within seconds and little memory, and the next template renders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokentape.chat._template import ChatTemplate
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
 REFUSED = (TemplateRefused, TokenizerUnusable)
-"""Too slow for one word is found while a template is loaded, anything else as it renders."""
+"""Slow for a single word is detected on loading, anything else on rendering."""
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -96,12 +96,12 @@ def _render(source: str, messages: list[dict[str, str]]) -> str:
     ids=lambda source: source[:60],
 )
 @pytest.mark.parametrize("seconds", [0.02, pytest.param(limits.MOST_SECONDS, marks=pytest.mark.slow)])
-def test_what_runs_for_ever_is_ended(source: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_templates_are_stopped(source: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", seconds)
     start = time.thread_time()
     with pytest.raises(REFUSED, match=f"more than {seconds} seconds|makes |parts|a long text for"):
         render(source)
-    # What is refused for anything but time is rendered twice: first, whether it takes content as parts only is tried.
+    # A refusal other than for time takes two renderings: the first tests whether only content parts are accepted.
     assert time.thread_time() - start < 2 * (seconds + 1)
     assert render("{{ messages[0].content }}") == "hi"
 
@@ -183,18 +183,22 @@ COSTLY = ("{{ ('a\\n' * 30000000).splitlines() }}", "{{ dict.fromkeys(range(9999
     "source",
     # Strings of 60 MB take half a second each.
     [
-        slow_unless(one, HUGE[-1], *(one for one in HUGE if "0000000 %}" not in one and one not in COSTLY))
-        for one in HUGE
+        slow_unless(
+            expression,
+            HUGE[-1],
+            *(expression for expression in HUGE if "0000000 %}" not in expression and expression not in COSTLY),
+        )
+        for expression in HUGE
     ],
     ids=lambda source: source[:60],
 )
-def test_what_would_be_huge_is_refused(source: str) -> None:
+def test_huge_values_are_refused(source: str) -> None:
     tracemalloc.start()
     with pytest.raises(REFUSED):
         render(source)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # Of another order than what it asks for.
+    # Not proportional to the requested size.
     assert most < 2**29
     assert render("{{ messages[0].content }}") == "hi"
 
@@ -210,9 +214,9 @@ def test_what_would_be_huge_is_refused(source: str) -> None:
     ],
     ids=["batch", "copy"],
 )
-def test_lists_made_without_end_are_refused(source: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_lists_are_refused(source: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_CHARACTERS", most)
-    test_what_would_be_huge_is_refused(source)
+    test_huge_values_are_refused(source)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,7 @@ def test_lists_made_without_end_are_refused(source: str, most: int, monkeypatch:
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_python_is_out_of_reach(source: str) -> None:
+def test_templates_can_not_access_python_internals(source: str) -> None:
     try:
         text = render(source)
     except TemplateRefused:
@@ -273,12 +277,12 @@ INDENTED = '{\n"k": [\n1\n]\n}{"a": 2, "b": 1}'
         ("{% for a in range(6) if a is even %}{{ a }}{% endfor %}{% block b %}x{% endblock %}", "024x"),
     ],
 )  # fmt: skip
-def test_what_templates_do_is_as_ever(source: str, text: str) -> None:
+def test_ordinary_template_features_work(source: str, text: str) -> None:
     assert render(source) == text
 
 
 @pytest.mark.parametrize("name", ["float", "int", "reverse"])
-def test_a_long_text_is_no_list_to_filters_that_read_it_as_one(name: str) -> None:
+def test_long_text_is_limited_in_filters_that_iterate_it(name: str) -> None:
     source = "{{ messages[0].content | " + name + " | string | length }}"
     assert _render(source, [{"role": "user", "content": "1" * 2_000_000}])
 
@@ -305,35 +309,35 @@ def test_a_text_of_megabytes_is_formatted(source: str) -> None:
     assert rendered == "|".join([text] * 6)
 
 
-def test_what_weighs_a_view_of_a_dict_looks_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_check_of_a_dict_view_respects_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.0)
     with pytest.raises(limits.TimeOver):
         limits.Usage().weigh(dict.fromkeys("ab").keys())
 
 
-def test_a_long_conversation_is_no_bomb() -> None:
+def test_long_conversation_is_accepted() -> None:
     messages = [{"role": "user", "content": "hi"}] * 20_000
     source = "{% for m in messages %}{% for k in m %}{% endfor %}{{ m.role }}{% endfor %}"
     assert len(_render(source, messages)) == 80_000
 
 
-def test_many_messages_are_not_worth_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_messages_do_not_extend_the_limit_to_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
     monkeypatch.setattr(limits, "MOST_FOR_MESSAGES", 0.1)
     with pytest.raises(TemplateRefused, match=r"more than 0\.\d+ seconds"):
         _render("{% if messages | length > 9 %}" + ENDLESS + "{% endif %}", USER * 1000)
 
 
-def test_fromkeys_takes_the_keys_of_a_dict() -> None:
+def test_fromkeys_accepts_the_keys_of_a_dict() -> None:
     assert render("{{ dict.fromkeys({'a': 1}) }}") == "{'a': None}"
 
 
-@pytest.mark.parametrize("given", ["dict(pairs)", "dict.fromkeys(range(65))", "dict(x=dict.fromkeys(range(65))).x"])
-def test_a_dict_with_many_keys_that_are_no_text_is_refused(given: str) -> None:
+@pytest.mark.parametrize("literal", ["dict(pairs)", "dict.fromkeys(range(65))", "dict(x=dict.fromkeys(range(65))).x"])
+def test_dict_with_many_keys_other_than_text_is_refused(literal: str) -> None:
     pairs = "{% set pairs = range(65) | batch(1) | map('batch', 2, 0) | map('first') | list %}"
     with pytest.raises(REFUSED, match="more than 64 non-string keys"):
-        render(pairs + "{% set d = " + given + " %}")
-    assert render(pairs.replace("65", "64") + "{{ " + given.replace("65", "64") + " | length }}") == "64"
+        render(pairs + "{% set d = " + literal + " %}")
+    assert render(pairs.replace("65", "64") + "{{ " + literal.replace("65", "64") + " | length }}") == "64"
 
 
 @pytest.mark.parametrize(
@@ -349,12 +353,12 @@ def test_a_dict_with_many_keys_that_are_no_text_is_refused(given: str) -> None:
     ],
     ids=lambda source: source[:40],
 )
-def test_a_template_that_cannot_be_compiled_is_refused_as_it_is_loaded(source: str) -> None:
+def test_template_that_does_not_compile_is_refused_on_loading(source: str) -> None:
     with pytest.raises(TokenizerUnusable):
         ChatTemplate(source)
 
 
-def test_a_template_without_memory_left_is_refused() -> None:
+def test_template_that_exhausts_memory_is_refused() -> None:
     def without_memory() -> str:
         raise MemoryError
 
@@ -370,7 +374,7 @@ def test_no_other_error_leaves_a_template(source: str) -> None:
         render(source)
 
 
-def test_a_template_that_is_too_slow_for_one_word_is_refused_as_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_too_slow_for_a_single_word_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.02)
     start = time.thread_time()
     with pytest.raises(TokenizerUnusable, match="one word"):
@@ -378,14 +382,14 @@ def test_a_template_that_is_too_slow_for_one_word_is_refused_as_it_is_loaded(mon
     assert time.thread_time() - start < 0.5
 
 
-def test_whole_numbers_of_a_caller_are_written() -> None:
+def test_integers_of_a_caller_are_written() -> None:
     number = 3**9000
     template = ChatTemplate("{{ n }}{{ n + 1 }}{{ n | tojson }}")
     rendered = template.render(USER, tools=[], add_generation_prompt=True, date="2026-01-01", variables={"n": number})
     assert rendered == f"{number}{number + 1}{number}"
 
 
-def test_each_message_is_worth_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_grows_with_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.02)
     all_for_each = "{% for m in messages %}{% for n in messages %}{{ n.role[:1] }}{% endfor %}{% endfor %}"
     assert len(_render(all_for_each, USER * 400)) == 400 * 400

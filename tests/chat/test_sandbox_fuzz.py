@@ -1,4 +1,4 @@
-"""Every filter and method, given long texts and lists over and over, ends within the limit of time."""
+"""Every filter and method ends within the time limit for repeated long texts and lists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CALLS = [f"|{name}" for name in sorted(set(Sandbox().filters) - OWN)] + [
 def expressions(call: str, count: int) -> list[str]:
     chosen = random.Random(call)
     kind, name = call.split("|" if call.startswith("|") else ".")
-    values = next((some for one, some in VALUES.items() if one.__name__ == kind), ARGUMENTS)
+    values = next((some for method, some in VALUES.items() if method.__name__ == kind), ARGUMENTS)
     made = []
     for _ in range(count):
         arguments = ", ".join(chosen.choice(ARGUMENTS) for _ in range(chosen.choice((0, 1, 1, 2, 3))))

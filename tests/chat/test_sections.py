@@ -18,7 +18,7 @@ from tokentape.chat._tokenizer import Encoded, Tokenizer
 
 
 def whole(tokenizer: Tokenizer, marked: str) -> Encoded:
-    """Return what the twin makes of a text in one call."""
+    """Return the twin's ids of a text in a single call."""
     twin = tokenizer._twin(tokenizer._free_block(marked))
     text = twin.named(marked)
     encoding = twin.encoder.encode(text, add_special_tokens=False)
@@ -26,21 +26,21 @@ def whole(tokenizer: Tokenizer, marked: str) -> Encoded:
 
 
 def assert_like_whole(tokenizer: Tokenizer, marked: str) -> None:
-    expected, found = whole(tokenizer, marked), tokenizer.encode_marked(marked)
-    assert (found.ids, found.text) == (expected.ids, expected.text)
-    assert found.spans.tolist() == expected.spans.tolist()
+    expected, actual = whole(tokenizer, marked), tokenizer.encode_marked(marked)
+    assert (actual.ids, actual.text) == (expected.ids, expected.text)
+    assert actual.spans.tolist() == expected.spans.tolist()
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts texts of three characters too."""
+    """Also cuts texts of three characters."""
     monkeypatch.setattr(_sections, "LONG", 3)
     monkeypatch.setattr(_tokenizer, "LONG", 3)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("family", [*KINDS, *map(slow_unless, REAL_FAMILIES)])
-def test_a_text_in_sections_has_the_ids_of_the_whole(family: str) -> None:
+def test_text_in_sections_has_the_ids_of_the_whole(family: str) -> None:
     tokenizer = load_tokenizer(family)
     marks = [control.mark for control in tokenizer.controls[:12]]
     pieces = st.one_of(st.sampled_from(marks), st.text("ab \n\t\u2581e\u0301<b>9", max_size=8), st.text(max_size=3))
@@ -78,7 +78,7 @@ def test_a_section_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(encoded) < 1.1 * len(system)
 
 
-def test_values_used_longest_ago_go_first() -> None:
+def test_least_recently_used_values_are_evicted_first() -> None:
     kept: LastUsed[str, str] = LastUsed(6, len)
     for key in ("abc", "def"):
         kept.put(key, key)

@@ -1,6 +1,6 @@
-"""What rendering depends on besides the messages is computed, kept apart and always reaches the ids.
+"""Inputs of rendering other than messages are part of the setup and always affect the ids.
 
-The oracle is `apply_chat_template` of transformers with a plain tokenizer, which keeps nothing between calls.
+The oracle is `apply_chat_template` of transformers with a plain tokenizer, which caches nothing between calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHOWS_EVERYTHING = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
-"""Its calls can't be read, and need not be."""
+"""Its calls can't be parsed, and need not be."""
 
 
 @cache
@@ -51,7 +51,7 @@ def plain_tokenizer() -> Any:
 
 
 def expected(tools: Sequence[Any], kwargs: dict[str, Any], day: str) -> list[int]:
-    # transformers takes no other today than today.
+    # transformers always uses the current date.
     template = SHOWS_EVERYTHING.replace("strftime_now('%d %b %Y')", repr(f"{date.fromisoformat(day):%d %b %Y}"))
     ids: list[int] = plain_tokenizer().apply_chat_template(
         [QUESTION],
@@ -70,7 +70,7 @@ def fresh() -> Renderer:
 
 
 words = st.sampled_from(["add", "mul", "x", "y"])
-# Few values, so that setups are often equal but for one thing: a type, an order, a place.
+# Few values, so that setups often differ only in a type, an order or a position.
 values = st.recursive(
     st.sampled_from([None, True, False, 0, 1, 1.0, "0", "1", "", "true"]),
     lambda inner: st.lists(inner, max_size=2) | st.lists(st.tuples(words, inner), max_size=3).map(dict),
@@ -86,32 +86,32 @@ contents = st.tuples(
 
 
 def turned(value: Any) -> Any:
-    """The same JSON with the keys of objects in the opposite order."""
+    """Return the same JSON with the keys of objects in reverse order."""
     if isinstance(value, dict):
         return {key: turned(value[key]) for key in reversed(value)}
-    return [turned(one) for one in value] if isinstance(value, list) else value
+    return [turned(item) for item in value] if isinstance(value, list) else value
 
 
 @given(st.lists(contents, min_size=2, max_size=5))
 @settings(max_examples=examples(60))
-def test_whatever_was_rendered_before_the_ids_are_those_of_apply_chat_template(many: list[Any]) -> None:
+def test_ids_match_apply_chat_template_after_any_earlier_rendering(many: list[Any]) -> None:
     renderer = fresh()
     other_orders = [(turned(tools), turned(kwargs), day) for tools, kwargs, day in many]
     for tools, kwargs, day in [*many, *other_orders, *many]:
-        found = renderer.render([QUESTION], tools, template_kwargs=kwargs, date=day).ids.tolist()
-        assert found == expected(tools, kwargs, day)
+        actual_ids = renderer.render([QUESTION], tools, template_kwargs=kwargs, date=day).ids.tolist()
+        assert actual_ids == expected(tools, kwargs, day)
 
 
 def in_order(content: Any) -> str:
-    # `repr` tells 1, 1.0 and True apart and has keys in their order.
+    # `repr` distinguishes 1, 1.0 and True, and keeps the order of keys.
     return repr(content)
 
 
 @given(contents, contents)
-def test_setups_that_differ_in_anything_have_keys_of_their_own(one: Any, other: Any) -> None:
+def test_different_setups_have_different_keys(left: Any, right: Any) -> None:
     renderer = fresh()
-    first, second = renderer.setup(*one), renderer.setup(*other)
-    assert (first.key == second.key) == (in_order(one) == in_order(other))
+    first, second = renderer.setup(*left), renderer.setup(*right)
+    assert (first.key == second.key) == (in_order(left) == in_order(right))
     if first.key != second.key:
         assert first is not second
 
@@ -132,43 +132,45 @@ def test_the_digest_is_that_of_the_fields_with_keys_in_any_order(content: Any) -
     assert renderer.setup(tools, kwargs, day).digest == renderer.setup(turned(tools), turned(kwargs), day).digest
 
 
-def test_tools_in_another_order_of_keys_are_rendered_in_that_order() -> None:
+def test_tools_are_rendered_in_the_order_of_their_keys() -> None:
     renderer = fresh()
     tool = {"type": "function", "function": {"name": "add", "description": "adds"}}
     turned = {"function": {"description": "adds", "name": "add"}, "type": "function"}
-    first, second = (renderer.render([QUESTION], [one], date="2026-01-01").ids.tolist() for one in (tool, turned))
+    first, second = (
+        renderer.render([QUESTION], [variant], date="2026-01-01").ids.tolist() for variant in (tool, turned)
+    )
     assert first == expected([tool], {}, "2026-01-01")
     assert second == expected([turned], {}, "2026-01-01")
     assert first != second
 
 
-def test_later_changes_to_a_tool_are_another_setup() -> None:
+def test_changing_a_tool_later_makes_another_setup() -> None:
     renderer = fresh()
     tool = {"type": "function", "function": {"name": "add"}}
     before = renderer.setup([tool], date="2026-01-01")
     kept = json.loads(json.dumps(tool))
     tool["function"]["name"] = "mul"  # type: ignore[index]
     assert renderer.render([QUESTION], before).ids.tolist() == expected([kept], {}, "2026-01-01")
-    found = renderer.render([QUESTION], [tool], date="2026-01-01").ids.tolist()
-    assert found == expected([tool], {}, "2026-01-01")
+    actual_ids = renderer.render([QUESTION], [tool], date="2026-01-01").ids.tolist()
+    assert actual_ids == expected([tool], {}, "2026-01-01")
 
 
-def test_a_setup_stands_for_its_tools_kwargs_and_date() -> None:
+def test_setup_replaces_tools_kwargs_and_date() -> None:
     renderer = fresh()
-    given = ([{"type": "function", "function": {"name": "add"}}], {"note": 1}, "2026-01-01")
-    setup = renderer.setup(*given)
-    again = renderer.render([QUESTION], given[0], template_kwargs=given[1], date=given[2])
+    arguments = ([{"type": "function", "function": {"name": "add"}}], {"note": 1}, "2026-01-01")
+    setup = renderer.setup(*arguments)
+    again = renderer.render([QUESTION], arguments[0], template_kwargs=arguments[1], date=arguments[2])
     assert renderer.render([QUESTION], setup).ids.tolist() == again.ids.tolist()
 
 
 @pytest.mark.parametrize("more", [{"template_kwargs": {"note": 1}}, {"date": "2026-01-01"}])
-def test_a_setup_is_not_given_with_kwargs_or_a_date_besides(more: dict[str, Any]) -> None:
+def test_setup_can_not_be_combined_with_kwargs_or_a_date(more: dict[str, Any]) -> None:
     renderer = fresh()
     with pytest.raises(InvalidRequest, match="either a `Setup` or `template_kwargs`"):
         renderer.render([QUESTION], renderer.setup(), **more)
 
 
-def test_a_digest_can_not_be_given() -> None:
+def test_digest_can_not_be_passed() -> None:
     with pytest.raises(TypeError):
         Setup((), {}, "2026-01-01", "fingerprint", "digest")  # type: ignore[call-arg]
 
@@ -179,7 +181,7 @@ def test_tools_that_are_not_json_are_refused(tools: list[Any]) -> None:
         fresh().render([QUESTION], tools)
 
 
-def test_of_another_renderers_setup_tools_kwargs_and_date_are_used() -> None:
+def test_setup_of_another_renderer_contributes_tools_kwargs_and_date() -> None:
     renderer, other = fresh(), Renderer.load(MODEL)
     tools = [{"type": "function", "function": {"name": "add"}}]
     foreign = other.setup(tools, date="2026-01-01")
@@ -188,7 +190,7 @@ def test_of_another_renderers_setup_tools_kwargs_and_date_are_used() -> None:
     assert renderer.render([QUESTION], foreign).ids.tolist() == expected(tools, {}, "2026-01-01")
 
 
-def test_without_a_date_it_is_today() -> None:
+def test_default_date_is_today() -> None:
     before = datetime.now(UTC).date()
     setup = fresh().setup()
     assert before <= date.fromisoformat(setup.date) <= datetime.now(UTC).date()

@@ -1,4 +1,4 @@
-"""What models write instead of what their templates render: read where it is unambiguous, text where it is not."""
+"""Model output that differs from the template's notation: parsed if unambiguous, else text."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def parse(template: str, text: str, *, ended: bool = True, tools: tuple[Tool, ..
     return parser.finish()[1]
 
 
-def told(reply: Reply) -> tuple[str, list[tuple[str, Any, str]]]:
-    """Content and calls, arguments decoded where they are JSON."""
+def content_and_calls(reply: Reply) -> tuple[str, list[tuple[str, Any, str]]]:
+    """Return content and calls, with arguments decoded if they are JSON."""
     return reply.content, [
         (call.name, json.loads(call.arguments) if call.status != "bad_arguments" else None, call.status)
         for call in reply.calls_for_client
@@ -72,7 +72,7 @@ def told(reply: Reply) -> tuple[str, list[tuple[str, Any, str]]]:
 HERE = ("measure", {"place": "here"}, "ok")
 ARGUMENTS = '{"place": "here"}'
 
-ONE_CALL = {
+SINGLE_CALL = {
     QWEN3: [
         '<tool_call>\n{"name": "measure", "arguments": {"place": "here"}}\n</tool_call>',
         '<tool_call>{"name":"measure","arguments":{"place":"here"}}</tool_call>',
@@ -167,9 +167,9 @@ ONE_CALL = {
 }
 
 
-@pytest.mark.parametrize(("template", "text"), [(name, text) for name, texts in ONE_CALL.items() for text in texts])
-def test_a_call_is_read_however_it_is_written(template: str, text: str) -> None:
-    assert told(parse(template, text)) == ("", [HERE])
+@pytest.mark.parametrize(("template", "text"), [(name, text) for name, texts in SINGLE_CALL.items() for text in texts])
+def test_calls_are_read_in_many_spellings(template: str, text: str) -> None:
+    assert content_and_calls(parse(template, text)) == ("", [HERE])
 
 
 NO_ARGUMENTS = {
@@ -206,8 +206,8 @@ NO_ARGUMENTS = {
 
 
 @pytest.mark.parametrize(("template", "text"), [(name, text) for name, texts in NO_ARGUMENTS.items() for text in texts])
-def test_a_call_without_arguments(template: str, text: str) -> None:
-    assert told(parse(template, text)) == ("", [("measure", {}, "ok")])
+def test_calls_without_arguments_are_read(template: str, text: str) -> None:
+    assert content_and_calls(parse(template, text)) == ("", [("measure", {}, "ok")])
 
 
 TWO_CALLS = {
@@ -229,24 +229,24 @@ TWO_CALLS = {
 
 
 @pytest.mark.parametrize("template", TWO_CALLS)
-def test_two_calls(template: str) -> None:
-    assert told(parse(template, TWO_CALLS[template])) == ("", [HERE, HERE])
+def test_two_calls_are_read(template: str) -> None:
+    assert content_and_calls(parse(template, TWO_CALLS[template])) == ("", [HERE, HERE])
 
 
 @pytest.mark.parametrize(
     "template", [QWEN3, CODER, GLM, DEEPSEEK_V31, MISTRAL_V3, LLAMA], ids=lambda name: name.split("/")[-1]
 )
-def test_text_before_between_and_behind_calls_is_content(template: str) -> None:
-    call = ONE_CALL[template][0]
+def test_text_before_between_and_after_calls_is_content(template: str) -> None:
+    call = SINGLE_CALL[template][0]
     end = "\n" if template == LLAMA else ""
-    content, calls = told(parse(template, f"first\n{call}{end}second\n{call}{end}third"))
+    content, calls = content_and_calls(parse(template, f"first\n{call}{end}second\n{call}{end}third"))
     assert (content.split(), calls) == (["first", "second", "third"], [HERE, HERE])
 
 
-def test_a_call_that_another_one_interrupts_is_broken_and_the_other_is_read() -> None:
-    call = ONE_CALL[QWEN3][0]
+def test_interrupted_call_is_broken_and_the_interrupting_call_is_read() -> None:
+    call = SINGLE_CALL[QWEN3][0]
     reply = parse(QWEN3, '<tool_call>\n{"name": "measure", "arguments": {"pla\n' + call.replace('"here"', '"there"'))
-    # The second opens within a string of the first, which nothing closes: which of the two was meant is a guess.
+    # The second call opens within an unclosed string of the first: the intended call is ambiguous.
     assert [call.status for call in reply.tool_calls][-1:] != []
     reply = parse(QWEN3, '<tool_call>\n{"name": "measure", "arguments": {\n' + call)
     assert [call.status for call in reply.tool_calls] == ["bad_arguments", "ok"]
@@ -264,12 +264,12 @@ def test_braces_and_delimiters_within_strings_are_text(value: str) -> None:
     ids += tokenizer.encode_plain("</tool_call><|im_end|>")
     parser = renderer.parser(setup_for(renderer, tools=TOOLS))
     parser.feed(ids)
-    assert told(parser.finish()[1]) == ("", [("measure", {"place": value}, "ok")])
+    assert content_and_calls(parser.finish()[1]) == ("", [("measure", {"place": value}, "ok")])
 
 
 def test_a_control_token_within_a_string_closes_nothing_if_the_string_goes_on() -> None:
     text = '<tool_call>\n{"name": "measure", "arguments": {"place": "a </tool_call> b"}}\n</tool_call>'
-    assert told(parse(QWEN3, text)) == ("", [("measure", {"place": "a </tool_call> b"}, "ok")])
+    assert content_and_calls(parse(QWEN3, text)) == ("", [("measure", {"place": "a </tool_call> b"}, "ok")])
 
 
 @pytest.mark.parametrize(
@@ -280,20 +280,20 @@ def test_a_control_token_within_a_string_closes_nothing_if_the_string_goes_on() 
         (MISTRAL_V13, '[TOOL_CALLS]measure[ARGS]{"place": "here"'),
     ],
 )
-def test_a_broken_call_was_made_if_the_model_ended_its_turn_behind_it(template: str, text: str) -> None:
+def test_broken_call_counts_if_the_model_ended_its_turn_after_it(template: str, text: str) -> None:
     (call,) = parse(template, text).calls_for_client
     assert (call.name, call.status) == ("measure", "bad_arguments")
     reply = parse(template, text, ended=False)
     assert (reply.calls_for_client, reply.content) == ((), text)
 
 
-def test_what_begins_like_the_end_of_a_call_does_not_end_a_broken_one() -> None:
+def test_partial_call_end_does_not_end_a_broken_call() -> None:
     opening = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n"
     reply = parse(DEEPSEEK, opening + '{"place": "he"re"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>')
     assert [(call.name, call.status) for call in reply.tool_calls] == [("measure", "bad_arguments")]
 
 
-def test_letters_open_no_call_where_a_control_token_opens_the_section() -> None:
+def test_letters_open_no_call_if_a_control_token_opens_the_section() -> None:
     call = '<invoke name="measure">\n<parameter name="place">here</parameter>\n</invoke>'
     spec = json.loads((model_path(STAND_IN) / "tokenizer.json").read_bytes())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
@@ -307,12 +307,12 @@ def test_letters_open_no_call_where_a_control_token_opens_the_section() -> None:
         parser = renderer.parser(setup_for(renderer, tools=TOOLS))
         parser.feed(tokenizer.encode_plain(text))
         reply = parser.finish()[1]
-        assert told(reply) == ("" if calls else call, calls)
+        assert content_and_calls(reply) == ("" if calls else call, calls)
 
 
 def test_a_line_break_within_a_json_string_is_read() -> None:
     text = '<tool_call>\n{"name": "measure", "arguments": {"place": "one\n\ttwo"}}\n</tool_call>'
-    assert told(parse(QWEN3, text)) == ("", [("measure", {"place": "one\n\ttwo"}, "ok")])
+    assert content_and_calls(parse(QWEN3, text)) == ("", [("measure", {"place": "one\n\ttwo"}, "ok")])
 
 
 def test_arguments_are_kept_as_they_were_written() -> None:
@@ -335,7 +335,7 @@ def test_a_number_too_large_for_python_to_print_is_read() -> None:
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_what_is_not_json_is_no_argument(constant: str) -> None:
+def test_invalid_json_is_no_argument(constant: str) -> None:
     text = f'<tool_call>\n{{"name": "measure", "arguments": {{"ratio": {constant}}}}}\n</tool_call>'
     (call,) = parse(QWEN3, text).tool_calls
     assert call.status == "bad_arguments"
@@ -344,7 +344,7 @@ def test_what_is_not_json_is_no_argument(constant: str) -> None:
 @pytest.mark.parametrize(
     "arguments", ['{"ratio": NaN}', "{\"place\": 'here'}", '{"place": "here",}', '{"exact": True}']
 )
-def test_a_call_marked_by_nothing_but_json_has_bad_arguments_if_they_are_none(arguments: str) -> None:
+def test_bare_json_call_with_invalid_arguments_has_bad_arguments(arguments: str) -> None:
     for step in (1, 1000):
         renderer = load_renderer(LLAMA)
         parser = renderer.parser(setup_for(renderer, tools=TOOLS))
@@ -366,12 +366,12 @@ def test_a_call_marked_by_nothing_but_json_has_bad_arguments_if_they_are_none(ar
         '{"name": "measure", "parameters": NaN}',
     ],
 )
-def test_an_object_that_is_no_json_and_names_no_known_tool_with_arguments_is_text(text: str) -> None:
+def test_invalid_json_without_a_known_tool_is_text(text: str) -> None:
     reply = parse(LLAMA, text)
     assert (reply.content, reply.tool_calls) == (text, ())
 
 
-def test_half_a_character_in_a_name_can_be_written_as_utf8() -> None:
+def test_partial_character_in_a_name_can_be_written_as_utf8() -> None:
     (call,) = parse(
         QWEN3, '<tool_call>\n{"name": "a\\ud800", "arguments": "{\\"a\\": \\"\\udc00\\"}"}\n</tool_call>'
     ).tool_calls
@@ -412,14 +412,14 @@ def tagged(name: str, **values: str) -> str:
         ("multiply", "a", "7", 7),
     ],
 )
-def test_a_tagged_value_takes_the_type_that_the_schema_leaves_it(name: str, key: str, raw: str, value: Any) -> None:
+def test_tagged_value_gets_a_type_allowed_by_the_schema(name: str, key: str, raw: str, value: Any) -> None:
     (call,) = parse(CODER, tagged(name, **{key: raw})).tool_calls
     assert call.status == ("unknown_tool" if name == "multiply" else "ok")
     assert json.loads(call.arguments) == {key: value}
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"properties": None}, {"properties": {"a": 7}}])
-def test_a_schema_may_say_nothing(parameters: Any) -> None:
+def test_empty_schema_is_accepted(parameters: Any) -> None:
     tool: Any = {"type": "function", "function": {"name": "measure", "parameters": parameters}}
     (call,) = parse(CODER, tagged("measure", a="7"), tools=(tool,)).tool_calls
     assert (json.loads(call.arguments), call.status) == ({"a": 7}, "ok")
@@ -473,17 +473,17 @@ def test_a_schema_may_say_nothing(parameters: Any) -> None:
         (LLAMA, '{"name": "multiply", "parameters": {}}', "", '{"name": "multiply", "parameters": {}}'),
     ],
 )
-def test_reasoning_and_content(template: str, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_and_content_are_separated(template: str, text: str, reasoning: str, content: str) -> None:
     reply = parse(template, text)
     assert (reply.reasoning, reply.content, reply.tool_calls) == (reasoning, content, ())
 
 
-def test_a_call_closes_reasoning_that_was_left_open() -> None:
-    reply = parse(QWEN3, f"<think>\nhm\n{ONE_CALL[QWEN3][0]}")
-    assert (reply.reasoning, reply.reasoning_open, told(reply)) == ("hm", False, ("", [HERE]))
+def test_call_closes_open_reasoning() -> None:
+    reply = parse(QWEN3, f"<think>\nhm\n{SINGLE_CALL[QWEN3][0]}")
+    assert (reply.reasoning, reply.reasoning_open, content_and_calls(reply)) == ("hm", False, ("", [HERE]))
 
 
-def test_half_a_call_within_reasoning_is_reasoning() -> None:
+def test_partial_call_within_reasoning_is_reasoning() -> None:
     reply = parse(QWEN3, '<think>\nhm <tool_call>\n{"name": "measure", "argu', ended=False)
     assert (reply.reasoning, reply.content) == ('hm <tool_call>\n{"name": "measure", "argu', "")
     assert (reply.reasoning_open, reply.calls_for_client) == (True, ())
@@ -500,7 +500,7 @@ def test_half_a_call_within_reasoning_is_reasoning() -> None:
         (GPT_OSS, " to=functions.measure<|channel|>commentary json<|message|>"),
     ],
 )
-def test_what_would_be_a_call_if_the_model_had_stopped_is_none_if_it_was_cut_off(template: str, text: str) -> None:
+def test_unclosed_call_counts_if_the_model_stopped_but_not_if_truncated(template: str, text: str) -> None:
     assert [call.status for call in parse(template, text).tool_calls] == ["ok"]
     assert parse(template, text, ended=False).calls_for_client == ()
 
@@ -515,7 +515,7 @@ def test_what_would_be_a_call_if_the_model_had_stopped_is_none_if_it_was_cut_off
         ('}, "function": {"name": "free", "arguments": {}}}\n</tool_call>', True, [("free", {}, "ok")], ""),
     ],
 )
-def test_what_a_call_is_shows_at_its_end(rest: str, ended: bool, calls: list[Any], content: str | None) -> None:
-    """Why streams tell calls whole: docs/decisions/0009."""
+def test_call_is_recognized_at_its_end(rest: str, ended: bool, calls: list[Any], content: str | None) -> None:
+    """Streams return whole calls: see docs/decisions/0009."""
     begun = '<tool_call>\n{"name": "measure", "arguments": {"count": 1'
-    assert told(parse(QWEN3, begun + rest, ended=ended)) == (begun if content is None else content, calls)
+    assert content_and_calls(parse(QWEN3, begun + rest, ended=ended)) == (begun if content is None else content, calls)

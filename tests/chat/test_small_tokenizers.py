@@ -1,4 +1,4 @@
-"""The files of `data/models`: trained by the script beside them, of the kinds that they are named after, licensed."""
+"""The files of `data/models`: trained by the script beside them, of the kinds in their names, licensed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chat.data import make_tokenizers
 CORPUS = make_tokenizers.corpus()[0].splitlines()
 
 
-def test_the_script_writes_the_files_that_are_here() -> None:
+def test_script_writes_the_committed_files() -> None:
     here = {path.relative_to(SMALL).as_posix() for path in SMALL.glob("*/*") if path.is_file()}
     made = make_tokenizers.files()
     assert set(made) == here
@@ -25,7 +25,7 @@ def test_the_script_writes_the_files_that_are_here() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_added_tokens_load_with_the_ids_that_they_are_written_with(family: str) -> None:
+def test_added_tokens_load_with_their_written_ids(family: str) -> None:
     path = SMALL / family / "tokenizer.json"
     loaded = tokenizers.Tokenizer.from_file(str(path))
     for token in json.loads(path.read_bytes())["added_tokens"]:
@@ -34,13 +34,13 @@ def test_added_tokens_load_with_the_ids_that_they_are_written_with(family: str) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_vocabulary_learned_more_than_letters(family: str) -> None:
-    """Texts of its corpus take well under a token per byte, so that merges are met wherever tests encode."""
+    """Texts of its corpus take well under a token per byte, so merges occur in all tests."""
     text = "\n".join(CORPUS)
     assert len(load_tokenizer(family).encode_plain(text)) < 0.7 * len(text.encode())
 
 
-def test_tiktoken_gives_the_ids_of_the_ranks() -> None:
-    """The tokenizer.json made of ranks, against the library that ranks are for."""
+def test_tiktoken_encodes_to_the_same_ids() -> None:
+    """The tokenizer.json built from ranks, compared with tiktoken."""
     lines = (SMALL / "gpt_oss" / "tiktoken.model").read_bytes().splitlines()
     ranks = {base64.b64decode(piece): int(rank) for piece, rank in (line.split() for line in lines)}
     encoding = tiktoken.Encoding("small", pat_str=make_tokenizers.O200K_SPLIT, mergeable_ranks=ranks, special_tokens={})
@@ -48,7 +48,7 @@ def test_tiktoken_gives_the_ids_of_the_ranks() -> None:
         assert load_tokenizer("gpt_oss").encode_plain(line) == encoding.encode_ordinary(line)
 
 
-def test_every_template_is_written_here_or_shipped_with_its_license() -> None:
+def test_every_template_is_ours_or_shipped_with_its_license() -> None:
     manifest = json.loads((SMALL / "MANIFEST.json").read_bytes())
     shipped = {entry["path"]: entry for entry in manifest["shipped"]}
     assert sorted([*shipped, *manifest["written_here"]]) == SMALL_TEMPLATES

@@ -1,4 +1,4 @@
-"""Sampled ids in place of what a template would write again, in conversations that are rendered from the start."""
+"""Sampled ids in place of the template's text, in conversations rendered from the start."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ BRIEF = """{%- for m in messages -%}
 
 
 def spliced(source: str, messages: list[dict[str, Any]], turns: dict[int, str]) -> tuple[str, str]:
-    """The text of a conversation with these turns by their ids, and without."""
+    """Return the text of a conversation with these turns by their ids, and without."""
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     sampled = {n: tokenizer.array(tokenizer.encode_plain(text)) for n, text in turns.items()}
-    found = renderer.render(messages, setup, sampled=sampled).ids.tolist()
+    actual_ids = renderer.render(messages, setup, sampled=sampled).ids.tolist()
     for ids in sampled.values():
-        assert any(found[n : n + len(ids)] == ids.tolist() for n in range(len(found)))
-    return tokenizer.decode(found), tokenizer.decode(renderer.render(messages, setup).ids.tolist())
+        assert any(actual_ids[n : n + len(ids)] == ids.tolist() for n in range(len(actual_ids)))
+    return tokenizer.decode(actual_ids), tokenizer.decode(renderer.render(messages, setup).ids.tolist())
 
 
-def test_a_turn_keeps_the_number_that_its_own_prompt_had() -> None:
+def test_turn_keeps_the_number_of_its_prompt() -> None:
     with_ids, written = spliced(NUMBERED, TALK, {1: "hi<|im_end|>", 3: "ho<|im_end|>"})
     assert with_ids == written
     assert "<|im_start|>assistant 4\nho" in with_ids
 
 
 @pytest.mark.parametrize("last", ["and", "/brief"])
-def test_a_turn_follows_what_its_own_prompt_opened(last: str) -> None:
+def test_turn_follows_the_opener_of_its_prompt(last: str) -> None:
     messages = [{**QUESTION, "content": "/brief"}, *TALK[1:-1], {**QUESTION, "content": last}]
     with_ids, written = spliced(BRIEF, messages, {1: "hi<|im_end|>", 3: "ho<|im_end|>"})
     assert with_ids == written
@@ -58,12 +58,12 @@ ENDS_IN_TEXT = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endif -%}"""
 
 
-def test_no_turn_takes_the_place_of_the_message_after_it() -> None:
+def test_no_turn_replaces_the_message_after_it() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ENDS_IN_TEXT))
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     sampled = {1: tokenizer.array(tokenizer.encode_plain("hi."))}
-    found = tokenizer.decode(renderer.render(TALK[:3], setup, sampled=sampled).ids.tolist())
-    assert found == tokenizer.decode(renderer.render(TALK[:3], setup).ids.tolist())
+    text = tokenizer.decode(renderer.render(TALK[:3], setup, sampled=sampled).ids.tolist())
+    assert text == tokenizer.decode(renderer.render(TALK[:3], setup).ids.tolist())
 
 
 HEADER_TWICE = """{%- for m in messages -%}
@@ -73,7 +73,7 @@ HEADER_TWICE = """{%- for m in messages -%}
 {%- else -%}{{ m.content }}
 {%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>{%- endif -%}
 {%- endfor -%}"""
-"""Two headers precede a call, and none the answer after its result: as many headers as turns."""
+"""Two headers precede a call, and none precedes the answer after its result: as many headers as turns."""
 
 
 def test_a_header_that_is_written_twice_does_not_count_for_two_turns() -> None:

@@ -1,4 +1,4 @@
-"""Whose text is whose, told by what stood around earlier texts, is what a second rendering says."""
+"""Attribution of texts by the surroundings of earlier texts equals the attribution by a second rendering."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def bridged(renderer: Renderer, reply: dict[str, Any], new: list[dict[str, Any]]
 @pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 @settings(max_examples=6)
 @given(rounds=st.lists(st.tuples(st.sampled_from(["user", "tool", "tools"]), TEXTS, TEXTS), min_size=2, max_size=5))
-def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
+def test_bridge_is_the_same_with_or_without_earlier_renderings(
     template: str, rounds: list[tuple[str, str, str]]
 ) -> None:
     renderer = load_renderer(template)
     renderer._literals.clear()
-    said = {"role": "assistant", "content": "hi"}
-    for kind, one, other in rounds:
+    plain_reply = {"role": "assistant", "content": "hi"}
+    for kind, first, second in rounds:
         calls = {"tool": [call(0, {"a": 1})], "tools": [call(0, {"a": 1}), call(1, {"a": 2})], "user": []}[kind]
-        reply = {**said, "tool_calls": calls} if calls else said
-        new = [result(n, text) for n, text in enumerate([one, other][: len(calls)])]
-        new = new or [{"role": "user", "content": one}]
+        reply = {**plain_reply, "tool_calls": calls} if calls else plain_reply
+        new = [result(n, text) for n, text in enumerate([first, second][: len(calls)])]
+        new = new or [{"role": "user", "content": first}]
         warm = bridged(renderer, reply, new)
         kept = dict(renderer._literals)
         renderer._literals.clear()
@@ -69,7 +69,7 @@ def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
 @pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 @settings(max_examples=6)
 @given(first=st.lists(TEXTS, min_size=5, max_size=5), second=st.lists(TEXTS, min_size=5, max_size=5))
-def test_a_prompt_says_the_same_whether_or_not_there_were_others_before(
+def test_prompt_is_the_same_with_or_without_earlier_renderings(
     template: str, first: list[str], second: list[str]
 ) -> None:
     renderer = load_renderer(template)
@@ -93,7 +93,7 @@ def test_a_prompt_says_the_same_whether_or_not_there_were_others_before(
 
 
 def renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by each rendering's number of messages."""
+    """Return a list that grows by each rendering's number of messages."""
     rendered: list[int] = []
     render = Renderer._render
 
@@ -105,14 +105,14 @@ def renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rendered
 
 
-def test_a_text_that_is_a_word_in_brackets_is_the_callers() -> None:
+def test_bracketed_word_of_a_caller_is_caller_text() -> None:
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
     made = renderer.render([{"role": "user", "content": "think"}], setup_for(renderer))
     assert renderer.tokenizer.decode(made.ids[made.provenance == Provenance.USER].tolist()) == "think"
 
 
-def test_a_prompt_that_differs_in_texts_only_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_differ_only_in_texts_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     renderer._literals.clear()
     renderer.render([{"role": "user", "content": "warm"}], setup_for(renderer))
@@ -150,15 +150,15 @@ def codes(text: str, user: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         ("", Text("XY", "XY", U), None),
     ],
 )
-def test_what_stands_around_a_text(written: str, text: Text, expected: TemplateLiterals | None) -> None:
+def test_surroundings_of_a_text_are_read(written: str, text: Text, expected: TemplateLiterals | None) -> None:
     assert template_literals(written, codes(written, "XY"), [text]) == expected
 
 
 @pytest.mark.parametrize("written", ["<a>Z<b>!", "<a>Z<c>", "<a >Z<b>", "<a>Zz<b>", "<a>Z", ""])
-def test_other_surroundings_say_nothing(written: str) -> None:
+def test_unknown_surroundings_give_none(written: str) -> None:
     known = TemplateLiterals(("<a>", "<b>"), trims=True)
     assert known.codes(written, [Text("Z", "Z", V)]) is None
-    found = known.codes("<a>Z<b>", [Text("Z", "Z", V)])
-    assert found is not None
-    assert found.tolist() == [T, T, T, V, T, T, T]
+    codes = known.codes("<a>Z<b>", [Text("Z", "Z", V)])
+    assert codes is not None
+    assert codes.tolist() == [T, T, T, V, T, T, T]
     assert known.codes("<a>Z<b>", []) is None

@@ -23,7 +23,7 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 
 def lines(family: str) -> list[str]:
-    """Texts in many scripts, with code, runs of spaces and emoji: what was learned from, or what golden ids are of."""
+    """Return texts in many scripts, with code, runs of spaces and emoji: the corpus, or the texts of golden ids."""
     names = ("small", "mixed", "utf8")
     golden = [REAL / "goldens" / f"{name}_input.txt" for name in names] if family.startswith("real/") else []
     return [
@@ -68,7 +68,7 @@ def test_any_text_encodes_as_the_plain_tokenizer_does(family: str, text: str) ->
         assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
 
 
-def test_special_tokens_are_put_around_plain_text_only_when_asked() -> None:
+def test_special_tokens_are_added_to_plain_text_only_on_request() -> None:
     tokenizer = load_tokenizer("llama3")
     begin = tokenizer.control("<|begin_of_text|>")
     assert begin is not None
@@ -84,7 +84,7 @@ def test_plain_text_is_never_truncated_or_padded() -> None:
 
 
 @pytest.mark.parametrize("start", [0x100000, 0xF0000, 0x108000])
-def test_private_use_characters_are_text_too(start: int) -> None:
+def test_private_use_characters_are_text(start: int) -> None:
     tokenizer = load_tokenizer("qwen3")
     text = "".join(map(chr, range(start, start + 30)))
     assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
@@ -99,9 +99,9 @@ def test_a_lone_surrogate_is_refused(text: str) -> None:
 def test_text_after_a_control_token_gets_no_leading_space() -> None:
     tokenizer = load_tokenizer("mistral_v3_spm")
     alone = [tokenizer.token_bytes(i) for i in tokenizer.encode_marked("hello").ids]
-    behind = [tokenizer.token_bytes(i) for i in tokenizer.encode_after_control("hello").ids]
+    pieces = [tokenizer.token_bytes(i) for i in tokenizer.encode_after_control("hello").ids]
     assert b"".join(alone) == b" hello"
-    assert b"".join(behind) == b"hello"
+    assert b"".join(pieces) == b"hello"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +144,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, content: bytes) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_what_the_library_does_not_take_is_refused(tmp_path) -> None:
+def test_tokenizers_refused_by_the_library_are_refused(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": []}')
     tokenizer = Tokenizer.load(tmp_path)
     with pytest.raises(TokenizerUnusable, match=r"can't load tokenizer\.json"):
@@ -153,7 +153,7 @@ def test_what_the_library_does_not_take_is_refused(tmp_path) -> None:
         tokenizer.encode_plain("a")
 
 
-def test_a_folder_that_wants_to_run_code_is_refused(tmp_path) -> None:
+def test_folder_that_requires_remote_code_is_refused(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((model_path("mistral_v3_spm") / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))
     with pytest.raises(TokenizerUnusable, match="auto_map"):

@@ -1,4 +1,4 @@
-"""Templates written for these tests, each with something that has to be read off it: no name tells the parser."""
+"""Templates written for these tests, each with a feature that the parser must detect: no name identifies it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tokentape.errors import TemplateRefused
 pytestmark = pytest.mark.usefixtures("source")
 
 USERS = "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-"""The beginning of each template; what follows writes the assistant's turns."""
+"""The beginning of each template; the rest writes the assistant's turns."""
 
 END = "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
@@ -41,7 +41,7 @@ FRAMED = (
 """
     + END
 )
-"""Content has marks of its own; reasoning closes in front of them or of a call."""
+"""Content has delimiters; reasoning closes before them or before a call."""
 
 BESIDE_CALLS = (
     USERS
@@ -51,7 +51,7 @@ BESIDE_CALLS = (
 """
     + END
 )
-"""Reasoning shows beside calls only."""
+"""Reasoning is shown only with calls."""
 
 PYTHON = (
     USERS
@@ -62,7 +62,7 @@ PYTHON = (
 """
     + END
 )
-"""Calls as in a program, with nothing around them that is not also text."""
+"""Function-call notation, with no delimiters that are not also text."""
 
 QUOTED = (
     USERS
@@ -84,7 +84,7 @@ NUMBERED = (
 """
     + END
 )
-"""Calls are counted behind their names."""
+"""Calls are counted after their names."""
 
 NUMBERED_TAGS = (
     USERS
@@ -96,7 +96,7 @@ v if v is string else v | tojson }}<|box_end|>{% endfor %}</tool_call>{% endfor 
 """
     + END
 )
-"""So are these, in an attribute, and arguments tell their types."""
+"""Calls are counted in an attribute, and arguments have their types."""
 
 ID_FIRST = (
     USERS
@@ -106,7 +106,7 @@ ID_FIRST = (
 """
     + END
 )
-"""A call's id stands in front of its name."""
+"""A call's id is before its name."""
 
 NAME_IS_KEY = (
     USERS
@@ -119,7 +119,7 @@ c.function.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}
 """The name is the only key of a call's object."""
 
 ALWAYS_PROMPTED = FRAMED.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'assistant' %}")
-"""The generation prompt is written whether it was asked for or not."""
+"""The generation prompt is always written."""
 
 TWO_ENDS = (
     USERS
@@ -129,13 +129,13 @@ TWO_ENDS = (
 {% if loop.last %}<|im_end|>{% endif %}"""
     + END
 )
-"""A turn ends with one token, the conversation with another one."""
+"""Turns and conversations end with different tokens."""
 
 AS_REASONING = FRAMED.replace(
     "{% if m.content %}<|box_start|>",
     "{% if m.tool_calls and m.content %}<think>{{ m.content }}</think>{% elif m.content %}<|box_start|>",
 )
-"""What is said beside a call is written where reasoning is."""
+"""Text beside a call is written in place of reasoning."""
 
 BARE = (
     USERS
@@ -144,7 +144,7 @@ BARE = (
 """
     + END
 )
-"""Calls are nothing but JSON, and stand directly behind content."""
+"""Calls are bare JSON, directly after content."""
 
 QUOTED_WHERE_NEEDED = (
     USERS
@@ -156,7 +156,7 @@ for k, v in c.function.arguments.items() %}<p k="{{ k }}">{% if v is string and 
 """
     + END
 )
-"""Text that its tags could be mistaken in stands between tags of its own."""
+"""Text that contains tags is written between special tags."""
 
 AS_MESSAGES = (
     USERS
@@ -166,7 +166,7 @@ AS_MESSAGES = (
 {% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 )
-"""Calls are written like further messages; what ends a message stands in front of them."""
+"""Calls are written like further messages; the end of a message is before them."""
 
 TEXT_QUOTED = {"PYTHON": PYTHON, "QUOTED": QUOTED}
 ALL = {
@@ -207,14 +207,14 @@ def _certificate(tokenizer: Tokenizer, source: str) -> Certificate:
 
 @cache
 def readings_of(source: str) -> tuple[ParseCheck, ...]:
-    """What a certificate says of reading turns back; how conversations go on, which takes longer, is not tried."""
+    """Return a certificate's checks of reading turns back, without the slower checks of continuations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammar, "NAMES", ())
         return certify(renderer_of(source)).parsing
 
 
 def parsed(renderer: Renderer, text: str, step: int = 0, tools: tuple[Any, ...] = (ADD,)) -> Reply:
-    """The reply in a completion, fed whole or `step` tokens at a time."""
+    """Return the reply in a completion, fed whole or `step` tokens at a time."""
     ids = renderer.tokenizer.encode_after_control(renderer.tokenizer.mark_controls(text)).ids
     parser = renderer.parser(setup_for(renderer, tools=tools))
     for at in range(0, len(ids), step or len(ids)):
@@ -225,16 +225,16 @@ def parsed(renderer: Renderer, text: str, step: int = 0, tools: tuple[Any, ...] 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ALL)
 def test_every_turn_that_a_template_writes_is_read_back(name: str) -> None:
-    found = readings_of(ALL[name])
-    failed = [(check.name, check.detail) for check in found if check.holds is False]
-    # Where arguments are written as bare text, null and its spelling look the same.
-    assert [one for one in failed if one[0] != "null argument"] == []
-    held = {check.name for check in found if check.holds}
+    checks = readings_of(ALL[name])
+    failed = [(check.name, check.detail) for check in checks if check.holds is False]
+    # If arguments are bare text, null and its spelling look the same.
+    assert [failure for failure in failed if failure[0] != "null argument"] == []
+    held = {check.name for check in checks if check.holds}
     assert held >= {"content", "white space", "unicode", "code", *CALLS}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_turns_read_back_the_same_token_by_token(name: str) -> None:
+def test_turns_are_read_back_equally_token_by_token(name: str) -> None:
     renderer = renderer_of(ALL[name])
     setup = grammar.setup(renderer.fingerprint, {})
     for message in grammar.TURNS.values():
@@ -246,15 +246,15 @@ def test_turns_read_back_the_same_token_by_token(name: str) -> None:
         ids = renderer.tokenizer.encode_after_control(written[1]).ids
         whole, streamed = renderer.parser(setup), renderer.parser(setup)
         whole.feed(ids)
-        told = [streamed.feed([token_id]) for token_id in ids]
+        deltas = [streamed.feed([token_id]) for token_id in ids]
         rest, reply = streamed.finish()
         assert reply == whole.finish()[1]
-        assert "".join(delta.content for delta in [*told, rest]) == reply.content
+        assert "".join(delta.content for delta in [*deltas, rest]) == reply.content
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["FRAMED", "ALWAYS_PROMPTED"])
-def test_reasoning_closes_in_front_of_what_opens_the_content(name: str) -> None:
+def test_reasoning_closes_before_the_opener_of_content(name: str) -> None:
     renderer = renderer_of(ALL[name])
     reply = parsed(renderer, "<think>Hm.</think><|box_start|>Yes.<|box_end|>Also this.<|im_end|>")
     assert (reply.reasoning, reply.content.split()) == ("Hm.", ["Yes.", "Also", "this."])
@@ -268,13 +268,13 @@ PREFIXED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 <think></think>{%- endif -%}"""
 
 
-def test_what_opens_content_and_calls_alike_does_not_close_reasoning() -> None:
+def test_common_opener_of_content_and_calls_does_not_close_reasoning() -> None:
     reply = parsed(renderer_of(PREFIXED), "Final: Yes.<|im_end|>")
     assert (reply.reasoning, reply.content.strip()) == ("", "Yes.")
 
 
 CLOSED_AT_ONCE = PREFIXED.replace("Final: ", "")
-"""Every header, and the prompt, closes reasoning at once: thinking is turned off."""
+"""Every header and the prompt close reasoning immediately: thinking is disabled."""
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -287,7 +287,7 @@ CLOSED_AT_ONCE = PREFIXED.replace("Final: ", "")
     ],
 )
 @pytest.mark.parametrize("source", [CLOSED_AT_ONCE, PREFIXED], ids=["CLOSED_AT_ONCE", "PREFIXED"])
-def test_reasoning_is_found_though_the_prompt_closes_it_at_once(
+def test_reasoning_is_detected_though_the_prompt_closes_it(
     source: str, text: str, reasoning: str, content: str, step: int
 ) -> None:
     reply = parsed(renderer_of(source), text, step)
@@ -295,7 +295,7 @@ def test_reasoning_is_found_though_the_prompt_closes_it_at_once(
 
 
 @pytest.mark.parametrize("name", [*ALL, "PREFIXED", "CLOSED_AT_ONCE"])
-def test_nothing_that_is_read_off_holds_half_a_mark(name: str) -> None:
+def test_no_detected_delimiter_contains_half_a_mark(name: str) -> None:
     renderer = renderer_of({**ALL, "PREFIXED": PREFIXED, "CLOSED_AT_ONCE": CLOSED_AT_ONCE}[name])
     read = [*texts_in(asdict(renderer.format(setup_for(renderer))))]
     # Placeholders are of the high surrogates that no mark has.
@@ -314,13 +314,13 @@ PROMPTED_LAST = "{% set last = add_generation_prompt and messages[-1].role == 'a
 LEAVES_LAST_OUT = PROMPTED_LAST + "{% set messages = messages[:-1] if last else messages %}"
 
 
-def test_a_template_that_leaves_out_the_last_turn_before_a_prompt_is_certified_like_one_that_does_not() -> None:
+def test_omitting_the_last_turn_before_a_prompt_keeps_the_certificate() -> None:
     """No request ends with an assistant's message."""
     assert certificate_of(LEAVES_LAST_OUT + FRAMED).continuations == certificate_of(FRAMED).continuations
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_call_directly_behind_content_is_found_where_the_template_writes_it_so(step: int) -> None:
+def test_call_directly_after_content_is_detected_if_the_template_writes_it(step: int) -> None:
     text = 'Take {"a": 1} and {x}.{"name": "add", "arguments": {"a": 1}}<|im_end|>'
     reply = parsed(renderer_of(BARE), text, step)
     assert reply.content == 'Take {"a": 1} and {x}.'
@@ -338,30 +338,30 @@ def test_a_call_directly_behind_content_is_found_where_the_template_writes_it_so
         ("7", "7"),
     ],
 )
-def test_what_stands_around_text_that_looks_like_tags_is_not_text(written: str, value: str, step: int) -> None:
+def test_delimiters_of_tag_like_text_are_not_text(written: str, value: str, step: int) -> None:
     text = f'<tool_call><f n="add"><p k="note">{written}</p></f></tool_call><|im_end|>'
     (call,) = parsed(renderer_of(QUOTED_WHERE_NEEDED), text, step).tool_calls
     assert json.loads(call.arguments) == {"note": value}
 
 
-def test_reasoning_that_shows_beside_calls_only_is_found() -> None:
+def test_reasoning_shown_only_with_calls_is_detected() -> None:
     reply = parsed(renderer_of(BESIDE_CALLS), "<think>Hm.</think>Yes.<|im_end|>")
     assert (reply.reasoning, reply.content) == ("Hm.", "Yes.")
 
 
-def test_content_that_is_written_as_reasoning_is_not_claimed_to_come_back() -> None:
+def test_content_written_as_reasoning_is_not_certified() -> None:
     checks = {check.name: check for check in readings_of(AS_REASONING)}
     assert checks["content and call"].holds is None
     assert "as it writes reasoning" in checks["content and call"].detail
     assert checks["reasoning and call"].holds
 
 
-def test_a_token_that_ends_turns_within_a_conversation_is_a_stop_too() -> None:
+def test_end_of_turn_token_within_a_conversation_is_a_stop_token() -> None:
     assert {"<|box_end|>", "<|im_end|>"} <= set(certificate_of(TWO_ENDS).stop_tokens)
     assert "<|box_end|>" not in certificate_of(FRAMED).stop_tokens
 
 
-def test_what_ends_content_in_front_of_a_call_is_no_stop() -> None:
+def test_end_of_content_before_a_call_is_no_stop_token() -> None:
     assert "<|box_end|>" not in certificate_of(AS_MESSAGES).stop_tokens
 
 
@@ -381,14 +381,12 @@ def test_what_ends_content_in_front_of_a_call_is_no_stop() -> None:
         ),
     ],
 )
-def test_what_ends_content_is_no_text_whether_a_call_follows_or_not(
-    text: str, content: str, calls: list[str], step: int
-) -> None:
+def test_end_of_content_is_no_text_with_or_without_a_call(text: str, content: str, calls: list[str], step: int) -> None:
     reply = parsed(renderer_of(AS_MESSAGES), text, step)
     assert (reply.content, [call.name for call in reply.tool_calls]) == (content, calls)
 
 
-def test_an_id_in_front_of_the_name_is_the_calls_id() -> None:
+def test_id_before_the_name_is_the_call_s_id() -> None:
     text = '<tool_call>abc-7<|quad_start|>add<|quad_end|>{"a": 1}</tool_call><|im_end|>'
     (call,) = parsed(renderer_of(ID_FIRST), text).tool_calls
     assert (call.id, call.name, call.arguments, call.status) == ("abc-7", "add", '{"a": 1}', "ok")
@@ -427,12 +425,12 @@ def test_brackets_in_text_are_no_calls(text: str, step: int) -> None:
     assert (reply.content, reply.tool_calls) == (text, ())
 
 
-def test_a_call_without_names_for_its_arguments_is_told_as_broken() -> None:
+def test_call_with_unnamed_arguments_is_reported_as_broken() -> None:
     (call,) = parsed(renderer_of(PYTHON), "[add(1, 2)]<|im_end|>").tool_calls
     assert (call.name, call.arguments, call.status) == ("add", "1, 2", "bad_arguments")
 
 
-def test_a_call_cut_short_was_not_made() -> None:
+def test_truncated_call_is_not_made() -> None:
     renderer = renderer_of(PYTHON)
     ids = renderer.tokenizer.encode_after_control('Sure. [add(a=1, note="x').ids
     parser = renderer.parser(setup_for(renderer))
@@ -444,7 +442,7 @@ def test_a_call_cut_short_was_not_made() -> None:
 
 @pytest.mark.parametrize("source", [FRAMED, ALWAYS_PROMPTED], ids=["asked", "always"])
 def test_a_header_begins_with_the_token_that_opens_messages(source: str) -> None:
-    # A prompt that is always written begins like the next question: that much belongs to the message, not to the end
+    # A prompt that is always written begins like the next question: this prefix belongs to the message, not to the end
     # of the question before it.
     renderer = renderer_of(source)
     form = renderer.format(setup_for(renderer))
@@ -453,36 +451,36 @@ def test_a_header_begins_with_the_token_that_opens_messages(source: str) -> None
     assert spelled(form.generation_prompt) == "<|im_start|>assistant\n"
 
 
-ONE_EXCHANGE = (
+SINGLE_EXCHANGE = (
     "{% if messages[:-1] | selectattr('role', 'equalto', 'assistant') | list %}{{ raise_exception('one turn only') }}"
     "{% endif %}" + FRAMED
 )
 
 
-def test_a_template_that_takes_one_exchange_only_is_certified() -> None:
-    found = certificate_of(ONE_EXCHANGE)
-    assert {one.strategy for one in found.continuations} == {"refused"}
-    assert all("one turn only" in one.reason for one in found.continuations)
-    assert {check.name: check.holds for check in found.parsing}["content"] is True
+def test_template_limited_to_a_single_exchange_is_certified() -> None:
+    certificate = certificate_of(SINGLE_EXCHANGE)
+    assert {continuation.strategy for continuation in certificate.continuations} == {"refused"}
+    assert all("one turn only" in continuation.reason for continuation in certificate.continuations)
+    assert {check.name: check.holds for check in certificate.parsing}["content"] is True
 
 
 NO_TOOLS_TAKEN = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + FRAMED
 
 
 def test_a_template_that_fails_with_tools_is_certified_without_them() -> None:
-    found = certificate_of(NO_TOOLS_TAKEN)
+    certificate = certificate_of(NO_TOOLS_TAKEN)
     bare = certificate_of(FRAMED)
-    for one in found.continuations:
-        if "no-tools" in one.name:
-            assert one == bare.continuation(one.name)
+    for continuation in certificate.continuations:
+        if "no-tools" in continuation.name:
+            assert continuation == bare.continuation(continuation.name)
         else:
-            assert (one.strategy, "no tools here" in one.reason) == ("refused", True)
-    details = {check.name: check.detail for check in found.parsing if not check.holds}
+            assert (continuation.strategy, "no tools here" in continuation.reason) == ("refused", True)
+    details = {check.name: check.detail for check in certificate.parsing if not check.holds}
     assert set(details) == {name for name, turn in grammar.TURNS.items() if turn.get("tool_calls")}
     assert all("no tools here" in detail for detail in details.values())
-    assert list(found.shortfalls(["user/no-tools", "injection"])) == []
-    assert [line for line in found.shortfalls(["tool", "calls"]) if "no tools here" in line]
-    assert "tools" not in found.dropped
+    assert list(certificate.shortfalls(["user/no-tools", "injection"])) == []
+    assert [line for line in certificate.shortfalls(["tool", "calls"]) if "no tools here" in line]
+    assert "tools" not in certificate.dropped
 
 
 def test_a_request_with_tools_is_refused_with_the_reason_of_a_template_that_fails_with_them() -> None:
@@ -494,7 +492,7 @@ def test_a_request_with_tools_is_refused_with_the_reason_of_a_template_that_fail
 
 KEYS = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).map(lambda text: normalize("NFC", text))
-"""As the tokenizer normalises it before it encodes: other text is no longer what was written."""
+"""As the tokenizer normalizes it before it encodes: other text would change."""
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6).map(lambda x: round(x, 3)) | TEXTS,
@@ -505,7 +503,7 @@ VALUES = st.recursive(
 
 @given(arguments=st.dictionaries(KEYS, VALUES, max_size=4))
 @settings(max_examples=examples(150), deadline=None)
-def test_what_python_prints_is_read_as_python_reads_it(arguments: dict[str, Any]) -> None:
+def test_python_literals_are_read_as_python_reads_them(arguments: dict[str, Any]) -> None:
     free = {**ADD, "function": {**ADD["function"], "parameters": {"type": "object"}}}
     written = f"[add({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
     # The tokenizer brings text to this form: a mark after `\\U000a6b6a` becomes a part of its last digit.

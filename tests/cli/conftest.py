@@ -1,4 +1,4 @@
-"""A record made by hand, and the command line in this process."""
+"""A handmade record, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run() -> Run:
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """Two sessions: `forked` with the branches 0-1 and 0-2, `plain` with one branch of two turns."""
+    """Write two sessions: `forked` with branches 0-1 and 0-2, `plain` with a branch of two turns."""
     first, second = make_chain("forked", 2)
     other = make_turn("forked", 2, first, fork="branched")
     records = [
@@ -49,7 +49,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def record(tmp_path: Path, renderer: Renderer, model_dir: Path) -> Record:
-    """Records one turn of session `s` in which each of these texts came from there; the last one was sampled."""
+    """Record a turn of session `s` from texts with their provenance; the last text was sampled."""
 
     def record(pieces: Sequence[tuple[Provenance, str]]) -> Path:
         encoded = [(code, renderer.tokenizer.encode_plain(text)) for code, text in pieces]

@@ -1,4 +1,4 @@
-"""`score` and `check-logprobs` on sessions of LoRA adapters: each adapter's turns with its own weights only."""
+"""`score` and `check-logprobs` on sessions of LoRA adapters: each adapter's turns only with its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXACT = ("--max-delta", "1e-4", "--max-mean", "1e-4", "--max-k3", "1e-6")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the adapters `a` and `b`, and a record with a session of each and one of the model."""
+    """Write adapters `a` and `b`, and a record with a session of each adapter and of the model."""
     folder = tmp_path_factory.mktemp("runs")
     adapters = {name: folder / name for name in "ab"}
     for seed, path in enumerate(adapters.values()):
@@ -52,28 +52,28 @@ def copied(runs: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("adapter", "session"), [("a", "s0"), ("b", "s1"), (None, "s2")])
-def test_scores_are_of_the_adapter_that_sampled_and_other_turns_are_named(
+def test_scores_use_the_sampling_adapter_and_other_turns_are_named(
     run: Run, runs: Path, copied: Path, tmp_path: Path, adapter: str | None, session: str
 ) -> None:
     option = [] if adapter is None else ["--adapter", f"{adapter}={runs / adapter}"]
     done = run("score", copied, *option)
     assert done.exit_code == 0, done.output
-    whose = {name: f"adapter {name!r}" for name in "ab"} | {None: "the model without an adapter"}
-    for name, other in whose.items():
-        said = f"not scored: 2 turns: sampled with {other}, but scored with {whose[adapter]}"
-        assert (said in done.stdout) == (name != adapter)
+    sources = {name: f"adapter {name!r}" for name in "ab"} | {None: "the model without an adapter"}
+    for name, other in sources.items():
+        message = f"not scored: 2 turns: sampled with {other}, but scored with {sources[adapter]}"
+        assert (message in done.stdout) == (name != adapter)
     added = {} if adapter is None else write_adapter(tmp_path / "again", "ab".index(adapter))
     forward = forward_with(added)
     with SqliteStore.open(copied, read_only=True) as store:
         for stored in store.iter_sessions(per_token=True):
-            (one,) = stored.trajectories()
-            assert one.adapters == ({"s0": "a", "s1": "b", "s2": None}[one.session_id],) * 2
-            if one.session_id != session:
-                assert not one.columns
+            (trajectory,) = stored.trajectories()
+            assert trajectory.adapters == ({"s0": "a", "s1": "b", "s2": None}[trajectory.session_id],) * 2
+            if trajectory.session_id != session:
+                assert not trajectory.columns
                 continue
-            at = np.flatnonzero(one.loss_mask)
-            expected = forward(one.token_ids)[at - 1, one.token_ids[at]]
-            np.testing.assert_allclose(one.columns["sampler_logprobs"][at], expected, atol=2e-5)
+            at = np.flatnonzero(trajectory.loss_mask)
+            expected = forward(trajectory.token_ids)[at - 1, trajectory.token_ids[at]]
+            np.testing.assert_allclose(trajectory.columns["sampler_logprobs"][at], expected, atol=2e-5)
 
 
 def test_a_teacher_scores_every_turn(run: Run, copied: Path) -> None:
@@ -81,14 +81,14 @@ def test_a_teacher_scores_every_turn(run: Run, copied: Path) -> None:
     assert (done.exit_code, "of 6 turns in 3 sessions" in done.stdout) == (0, True), done.output
 
 
-def test_logprobs_are_checked_with_the_adapter_that_sampled(run: Run, runs: Path, tmp_path: Path) -> None:
+def test_logprobs_are_checked_with_the_sampling_adapter(run: Run, runs: Path, tmp_path: Path) -> None:
     assert run("export", runs / "record", "-o", tmp_path / "t.parquet").exit_code == 0
     for location in (runs / "record", tmp_path / "t.parquet"):
         bare = run("check-logprobs", location, "--model", MODEL, *EXACT)
         assert bare.exit_code == 0, bare.output
         for name in "ab":
-            said = f"tokens: sampled with adapter {name!r}, but scored with the model without an adapter"
-            assert said in bare.stdout
+            message = f"tokens: sampled with adapter {name!r}, but scored with the model without an adapter"
+            assert message in bare.stdout
         own = run("check-logprobs", location, "--model", MODEL, "--adapter", f"a={runs / 'a'}", *EXACT)
         assert own.exit_code == 0, own.output
         assert "sampled with adapter 'a'" not in own.stdout
@@ -98,8 +98,8 @@ def test_logprobs_are_checked_with_the_adapter_that_sampled(run: Run, runs: Path
 
 
 def test_an_adapter_needs_a_name_a_folder_and_a_model(run: Run, runs: Path, copied: Path) -> None:
-    for given in (str(runs / "a"), "a=nowhere"):
-        refused = run("score", copied, "--adapter", given)
+    for value in (str(runs / "a"), "a=nowhere"):
+        refused = run("score", copied, "--adapter", value)
         assert (refused.exit_code, "NAME=FOLDER" in refused.stderr) == (2, True)
     url = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:1")
     refused = run("score", copied, *url, "--adapter", f"a={runs / 'a'}")

@@ -36,22 +36,22 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("group", [[], ["config"], ["snapshot"]])
-def test_the_list_of_commands_cuts_no_sentence_short(run: Run, group: list[str]) -> None:
+def test_list_of_commands_truncates_no_sentence(run: Run, group: list[str]) -> None:
     done = run(*group, "-h")
     assert done.exit_code == 0
     assert "..." not in done.stdout.partition("Options:")[2]
 
 
-def test_the_command_that_was_meant_is_named(run: Run) -> None:
+def test_intended_command_is_suggested(run: Run) -> None:
     assert "Did you mean 'export'?" in run("exprot").stderr
 
 
 @pytest.mark.parametrize("group", ["config", "snapshot"])
-def test_a_group_offers_no_completion_of_its_own(run: Run, group: str) -> None:
+def test_command_group_offers_no_completion_options(run: Run, group: str) -> None:
     assert "completion" not in run(group, "--help").stdout
 
 
-def test_completing_a_command_imports_none() -> None:
+def test_completing_a_command_imports_no_command() -> None:
     code = (
         "import os, sys\n"
         "os.environ.update(_TOKENTAPE_COMPLETE='complete_bash', COMP_WORDS='tokentape ex', COMP_CWORD='1')\n"
@@ -70,20 +70,20 @@ def test_version_is_printed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["verify"], ["verify", "no/such/directory"], ["show", "--leaf"]])
-def test_a_command_line_that_makes_no_sense_is_exit_code_2(run: Run, arguments: list[str]) -> None:
+def test_invalid_command_line_is_exit_code_2(run: Run, arguments: list[str]) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
 
 
-def test_a_failure_is_one_line_on_stderr(run: Run, tmp_path: Path) -> None:
+def test_failure_is_a_single_line_on_stderr(run: Run, tmp_path: Path) -> None:
     done = run("verify", tmp_path)
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == f"error: {tmp_path}/tokentape.db does not exist: {tmp_path} is not a data directory\n"
 
 
-def test_debug_lets_the_traceback_through(run: Run, tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
     assert isinstance(run("--debug", "verify", tmp_path).exception, StoreError)
 
 
@@ -93,7 +93,7 @@ def test_the_help_has_every_command_once_and_in_a_group(run: Run) -> None:
     assert sorted(listed) == sorted(commands)
 
 
-def test_the_shell_can_complete_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_can_complete_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for typed, expected in (("tokentape ser", "serve"), ("tokentape serve --engine-u", "--engine-url")):
         completing = {"_TOKENTAPE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
         for name, value in completing.items():
@@ -107,7 +107,7 @@ def test_every_report_has_json() -> None:
         "show export verify score archive doctor certify audit lock check check-logprobs drift compare probe premium"
     )
     options = {name: command_group().get_command(None, name).params for name in reports.split()}
-    without = [name for name, params in options.items() if not any("--json" in one.opts for one in params)]
+    without = [name for name, params in options.items() if not any("--json" in param.opts for param in params)]
     assert without == []
 
 

@@ -42,13 +42,13 @@ def test_a_gateway_that_has_the_record_open_takes_part(
 
 
 @pytest.mark.parametrize("age", ["30", "a day", "-1d", ""])
-def test_an_age_has_a_unit(run: Run, data_dir: Path, tmp_path: Path, age: str) -> None:
+def test_age_needs_a_unit(run: Run, data_dir: Path, tmp_path: Path, age: str) -> None:
     refused = run("archive", data_dir, "--to", tmp_path / "archive", "--older-than", age)
     assert refused.exit_code == 2
     assert "30d" in refused.stderr
 
 
-def test_a_record_that_is_not_there_is_a_wrong_argument(run: Run, tmp_path: Path) -> None:
+def test_missing_record_is_a_wrong_argument(run: Run, tmp_path: Path) -> None:
     for command in (["show"], ["verify"], ["archive", "--to", tmp_path / "archive"]):
         refused = run(command[0], tmp_path / "nothing", *command[1:])
         assert refused.exit_code == 2

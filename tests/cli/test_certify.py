@@ -31,13 +31,13 @@ def hostile(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_report_says_what_was_found(run: Run, model_dir: Path, renderer: Renderer) -> None:
+def test_report_contains_the_results(run: Run, model_dir: Path, renderer: Renderer) -> None:
     done = run("certify", model_dir)
     assert (done.exit_code, done.stderr) == (0, "")
     certificate = load_or_certify(renderer, {})
     assert certificate.fingerprint[:16] in done.stdout
-    for found in certificate.continuations:
-        assert "/" in found.name or f" {found.name} " in done.stdout
+    for continuation in certificate.continuations:
+        assert "/" in continuation.name or f" {continuation.name} " in done.stdout
     for check in certificate.parsing:
         assert f" {check.name} " in done.stdout
     for what in certificate.dropped:
@@ -53,14 +53,14 @@ def test_the_report_shows_the_smallest_counterexample(run: Run, model_dir: Path)
     assert 'user       "  then a nextword\\n\\n"\n' in note
 
 
-def test_the_report_explains_the_strategies_that_it_names(run: Run, model_dir: Path, hostile: Path) -> None:
+def test_report_explains_its_strategies(run: Run, model_dir: Path, hostile: Path) -> None:
     done = run("certify", model_dir, "--chat-template", hostile)
     lines = [line.split() for line in done.stdout.splitlines()]
     explained = {line[0] for line in lines if line and line[0] in ("local", "contextual", "fork", "refused")}
     assert explained == {"local", "refused"}
 
 
-def test_a_template_can_not_steer_the_terminal(run: Run, model_dir: Path, hostile: Path) -> None:
+def test_template_can_not_control_the_terminal(run: Run, model_dir: Path, hostile: Path) -> None:
     done = run("certify", model_dir, "--chat-template", hostile)
     assert "\\x1b[2Jgone" in done.stdout
     assert "\x1b" not in done.stdout
@@ -75,11 +75,11 @@ def test_json_is_the_certificate(
     assert Certificate.from_json(done.stdout) == certify(renderer, {"a": 1})
 
 
-def test_what_is_required_and_certified_is_exit_code_0(run: Run, model_dir: Path) -> None:
+def test_certified_requirement_is_exit_code_0(run: Run, model_dir: Path) -> None:
     assert run("certify", model_dir, "--require", "user, tools+user,calls,injection,reasoning").exit_code == 0
 
 
-def test_what_is_required_and_not_certified_is_named_and_exit_code_1(run: Run, model_dir: Path, hostile: Path) -> None:
+def test_uncertified_requirement_is_named_and_exit_code_1(run: Run, model_dir: Path, hostile: Path) -> None:
     done = run("certify", model_dir, "--chat-template", hostile, "--require", "system,user,calls,reasoning", "--json")
     assert done.exit_code == 1
     assert json.loads(done.stdout)["call_style"] is None
@@ -97,21 +97,19 @@ def test_what_is_required_and_not_certified_is_named_and_exit_code_1(run: Run, m
         (["--kwargs", "{"], "not JSON"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_exit_code_2(
-    run: Run, model_dir: Path, arguments: list[str], reason: str
-) -> None:
+def test_invalid_option_is_exit_code_2(run: Run, model_dir: Path, arguments: list[str], reason: str) -> None:
     done = run("certify", model_dir, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert reason in done.stderr
 
 
-def test_a_name_of_a_model_elsewhere_is_exit_code_2_and_says_that_nothing_is_downloaded(run: Run) -> None:
+def test_uncached_hub_name_is_exit_code_2_without_a_download(run: Run) -> None:
     done = run("certify", "somebody/some-model")
     assert done.exit_code == 2
     assert "nothing is downloaded" in done.stderr
 
 
-def test_the_kept_certificate_is_used_unless_told_otherwise(
+def test_cached_certificate_is_used_unless_disabled(
     run: Run, model_dir: Path, hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "NAMES", ("user",))

@@ -22,7 +22,7 @@ def lockfile(run: Run, model_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def edited(model_dir: Path, tmp_path: Path) -> Path:
-    """The tiny model with another template, which would clear a terminal."""
+    """Return the tiny model with another template, which would clear a terminal."""
     folder = tmp_path / "edited"
     shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     template = folder / "chat_template.jinja"
@@ -30,18 +30,18 @@ def edited(model_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_as_locked_is_clean(run: Run, lockfile: Path, model_dir: Path) -> None:
+def test_unchanged_model_is_clean(run: Run, lockfile: Path, model_dir: Path) -> None:
     done = run("check", lockfile, model_dir, "--strict")
     assert (done.exit_code, done.stderr) == (0, "")
     assert "is as locked" in done.stdout
 
 
-def test_two_locks_of_one_model_are_the_same_bytes(run: Run, lockfile: Path, model_dir: Path, tmp_path: Path) -> None:
+def test_two_locks_of_a_model_are_byte_identical(run: Run, lockfile: Path, model_dir: Path, tmp_path: Path) -> None:
     run("lock", model_dir, "-o", tmp_path / "again.lock")
     assert (tmp_path / "again.lock").read_bytes() == lockfile.read_bytes()
 
 
-def test_an_edited_template_is_told_and_can_not_steer_the_terminal(run: Run, lockfile: Path, edited: Path) -> None:
+def test_edited_template_is_reported_and_can_not_control_the_terminal(run: Run, lockfile: Path, edited: Path) -> None:
     done = run("check", lockfile, edited)
     assert done.exit_code == 1
     assert "is not as locked: template" in done.stdout
@@ -52,9 +52,9 @@ def test_an_edited_template_is_told_and_can_not_steer_the_terminal(run: Run, loc
 def test_the_findings_as_json(run: Run, lockfile: Path, edited: Path) -> None:
     done = run("check", lockfile, edited, "--json")
     assert done.exit_code == 1
-    found = json.loads(done.stdout)
-    assert found["ok"] is False
-    assert found["reports"][0]["changes"][0]["what"] == "template"
+    report = json.loads(done.stdout)
+    assert report["ok"] is False
+    assert report["reports"][0]["changes"][0]["what"] == "template"
 
 
 def test_the_findings_as_a_page(run: Run, lockfile: Path, edited: Path, tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ def test_other_kwargs_than_locked_are_a_finding(run: Run, lockfile: Path, model_
     assert 'template kwargs: were {}, are {"x": 1}' in done.stdout
 
 
-def test_a_server_that_is_not_there_is_a_failure(run: Run, lockfile: Path) -> None:
+def test_unreachable_server_is_a_failure(run: Run, lockfile: Path) -> None:
     done = run("check", lockfile, "--engine", "http://127.0.0.1:9")
     assert done.exit_code == 1
     assert "is it running?" in done.stderr
 
 
-def test_what_can_not_be_compared_is_a_usage_error(run: Run, lockfile: Path, model_dir: Path, tmp_path: Path) -> None:
+def test_incomparable_arguments_are_a_usage_error(run: Run, lockfile: Path, model_dir: Path, tmp_path: Path) -> None:
     assert run("check", lockfile).exit_code == 2
     assert run("check", model_dir / "config.json", model_dir).exit_code == 2
     assert run("check", lockfile, tmp_path / "nowhere").exit_code == 2
@@ -102,7 +102,7 @@ def test_what_can_not_be_compared_is_a_usage_error(run: Run, lockfile: Path, mod
         (b"{{ messages[-1].content }}", "does not render the content of an assistant message"),
     ],
 )
-def test_what_is_no_chat_template_is_not_locked(
+def test_invalid_chat_template_is_not_locked(
     run: Run, model_dir: Path, tmp_path: Path, template: bytes, message: str
 ) -> None:
     (tmp_path / "a.jinja").write_bytes(template)
@@ -111,9 +111,7 @@ def test_what_is_no_chat_template_is_not_locked(
     assert not (tmp_path / "a.lock").exists()
 
 
-def test_no_kwargs_are_other_kwargs_than_those_of_the_lock(
-    run: Run, model_dir: Path, gateway_url: str, tmp_path: Path
-) -> None:
+def test_missing_kwargs_differ_from_locked_kwargs(run: Run, model_dir: Path, gateway_url: str, tmp_path: Path) -> None:
     run("lock", model_dir, "-o", tmp_path / "a.lock", "--kwargs", '{"shout": true}')
     assert run("check", tmp_path / "a.lock", "--engine", gateway_url).exit_code == 0
     done = run("check", tmp_path / "a.lock", "--engine", gateway_url, "--kwargs", "{}")
@@ -121,7 +119,7 @@ def test_no_kwargs_are_other_kwargs_than_those_of_the_lock(
     assert "template kwargs" in done.stdout
 
 
-def test_lock_says_in_json_what_it_wrote(run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_lock_reports_its_file_as_json(run: Run, model_dir: Path, tmp_path: Path) -> None:
     made = json.loads(run("lock", model_dir, "-o", tmp_path / "a.lock", "--json").stdout)
     assert made["file"] == str(tmp_path / "a.lock")
     assert made["goldens"] > made["refused"] >= 0

@@ -34,7 +34,7 @@ def export(recorded: list[Trajectory], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def perturbed(model_dir: Path, tmp_path: Path) -> Path:
-    """A model folder whose weights are a little off."""
+    """Return a model folder with slightly changed weights."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -44,8 +44,8 @@ def perturbed(model_dir: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     save_file(
         {
-            name: one + 0.05 * one.std() * torch.randn_like(one) if one.ndim == 2 else one
-            for name, one in weights.items()
+            name: tensor + 0.05 * tensor.std() * torch.randn_like(tensor) if tensor.ndim == 2 else tensor
+            for name, tensor in weights.items()
         },
         folder / "model.safetensors",
         {"format": "pt"},
@@ -53,7 +53,7 @@ def perturbed(model_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_model_that_sampled_is_clean(run: Run, export: Path, model_dir: Path) -> None:
+def test_sampling_model_is_clean(run: Run, export: Path, model_dir: Path) -> None:
     done = run("check-logprobs", export, "--model", model_dir, *EXACT)
     assert (done.exit_code, done.stderr) == (0, "")
     assert "numeric     tokens 24" in done.stdout
@@ -63,9 +63,9 @@ def test_the_model_that_sampled_is_clean(run: Run, export: Path, model_dir: Path
 def test_json_lines_and_json(run: Run, recorded: list[Trajectory], model_dir: Path, tmp_path: Path) -> None:
     write_jsonl(recorded, tmp_path / "record.jsonl")
     done = run("check-logprobs", tmp_path / "record.jsonl", "--model", model_dir, "--json")
-    found = json.loads(done.stdout)
-    assert (done.exit_code, found["ok"], found["failures"]) == (0, True, {})
-    assert found["numeric"]["tokens"] == int(recorded[0].loss_mask.sum())
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["ok"], report["failures"]) == (0, True, {})
+    assert report["numeric"]["tokens"] == int(recorded[0].loss_mask.sum())
 
 
 def test_a_perturbed_model_is_exit_code_1_in_the_numeric_channel(run: Run, export: Path, perturbed: Path) -> None:
@@ -95,9 +95,13 @@ def test_a_data_directory_and_a_trainer_s_logprobs_need_no_model(run: Run, data_
 
     with SqliteStore.open(data_dir, read_only=True) as store:
         rows = [
-            {"session_id": one.session_id, "leaf": one.leaf, "trainer_logprobs": one.logprobs.tolist()}
+            {
+                "session_id": trajectory.session_id,
+                "leaf": trajectory.leaf,
+                "trainer_logprobs": trajectory.logprobs.tolist(),
+            }
             for stored in store.iter_sessions()
-            for one in stored.trajectories()
+            for trajectory in stored.trajectories()
         ]
     batch = tmp_path / "batch.jsonl"
     batch.write_text("\n".join(map(json.dumps, rows)))
@@ -106,7 +110,7 @@ def test_a_data_directory_and_a_trainer_s_logprobs_need_no_model(run: Run, data_
     assert "sequences 3," in done.stdout
 
 
-def test_what_rendering_again_would_change_is_told_and_is_no_failure(
+def test_effect_of_rerendering_is_reported_without_failing(
     run: Run, renderer: Renderer, store: SqliteStore, model_dir: Path, tmp_path: Path
 ) -> None:
     from tests.training.scripted_sessions import THOUGHT, played, user
@@ -117,11 +121,11 @@ def test_what_rendering_again_would_change_is_told_and_is_no_failure(
     assert (done.exit_code, done.stderr) == (0, "")
     assert "\nrendering again, of 1 conversations, 0 more refused:\n  id drift    0 of " in done.stdout
     assert " of 1 sequences, reasoning 1\n  after text drift: tokens 7, mean " in done.stdout
-    found = json.loads(run("check-logprobs", tmp_path / "data", "--model", model_dir, "--rerender", "--json").stdout)
-    assert found["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
+    report = json.loads(run("check-logprobs", tmp_path / "data", "--model", model_dir, "--rerender", "--json").stdout)
+    assert report["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
 
 
-def test_an_export_has_no_messages_to_render_again(run: Run, export: Path, model_dir: Path) -> None:
+def test_export_has_no_messages_to_rerender(run: Run, export: Path, model_dir: Path) -> None:
     done = run("check-logprobs", export, "--model", model_dir, "--rerender")
     assert done.exit_code == 2
     assert "has no messages" in done.stderr
@@ -134,12 +138,16 @@ def test_nothing_to_compare_with_is_exit_code_2(run: Run, export: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "extra"), [(1, 0), (2, 0), (3, 1)])
-def test_rows_that_only_one_side_has_fail(run: Run, data_dir: Path, tmp_path: Path, rows: int, extra: int) -> None:
+def test_rows_missing_on_a_side_fail(run: Run, data_dir: Path, tmp_path: Path, rows: int, extra: int) -> None:
     with SqliteStore.open(data_dir, read_only=True) as store:
         all_rows = [
-            {"session_id": one.session_id, "leaf": one.leaf, "trainer_logprobs": one.logprobs.tolist()}
+            {
+                "session_id": trajectory.session_id,
+                "leaf": trajectory.leaf,
+                "trainer_logprobs": trajectory.logprobs.tolist(),
+            }
             for stored in store.iter_sessions()
-            for one in stored.trajectories()
+            for trajectory in stored.trajectories()
         ]
     batch = tmp_path / "batch.jsonl"
     unknown = [{**all_rows[0], "leaf": 99}] * extra

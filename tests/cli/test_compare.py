@@ -22,14 +22,14 @@ def data(record: Record) -> Path:
 
 @pytest.fixture
 def exported(run: Run, data: Path, tmp_path: Path) -> Path:
-    """The record as a file in which somebody retokenized a word of the answer."""
+    """Write the record as a file with a retokenized word in the answer."""
     path = tmp_path / "b.jsonl"
     assert run("export", data, "-o", path).exit_code == 0
     return path
 
 
 def changed(renderer: Renderer, path: Path, old: str, *new: str) -> None:
-    """Put pieces in place of a text's ids, in a file with columns of nobody's."""
+    """Replace a text's ids with pieces, in a file with unknown columns."""
     row = json.loads(path.read_text())
     encode = renderer.tokenizer.encode_plain
     ids, gone = row["token_ids"], encode(old)
@@ -38,14 +38,14 @@ def changed(renderer: Renderer, path: Path, old: str, *new: str) -> None:
     path.write_text(json.dumps({"session_id": "s:0", "token_ids": ids}) + "\n")
 
 
-def test_a_record_is_like_its_export(run: Run, data: Path, exported: Path) -> None:
+def test_record_equals_its_export(run: Run, data: Path, exported: Path) -> None:
     result = run("compare", data, exported)
     assert (result.exit_code, result.stdout) == (0, "0 of 1 rows differ\n")
 
 
-@pytest.mark.parametrize(("column", "said"), [("loss_mask", "mask: 1 of"), ("logprobs", "logprobs: 1 of")])
-def test_a_changed_mask_and_a_changed_logprob_are_found(
-    run: Run, data: Path, exported: Path, column: str, said: str
+@pytest.mark.parametrize(("column", "message"), [("loss_mask", "mask: 1 of"), ("logprobs", "logprobs: 1 of")])
+def test_changed_mask_and_changed_logprob_are_reported(
+    run: Run, data: Path, exported: Path, column: str, message: str
 ) -> None:
     row = json.loads(exported.read_text())
     at = row["loss_mask"].index(True) + 1
@@ -53,10 +53,10 @@ def test_a_changed_mask_and_a_changed_logprob_are_found(
     exported.write_text(json.dumps(row) + "\n")
     result = run("compare", data, exported, "--fail-on", "error")
     assert result.exit_code == 1
-    assert said in result.stdout
+    assert message in result.stdout
 
 
-def test_a_logprob_that_one_side_lacks_is_not_said_to_differ_by_0(run: Run, data: Path, exported: Path) -> None:
+def test_logprob_missing_on_a_side_is_not_reported_as_difference_0(run: Run, data: Path, exported: Path) -> None:
     row = json.loads(exported.read_text())
     row["logprobs"][row["loss_mask"].index(True)] = None
     exported.write_text(json.dumps(row) + "\n")
@@ -65,7 +65,7 @@ def test_a_logprob_that_one_side_lacks_is_not_said_to_differ_by_0(run: Run, data
     assert "tokens differ, where one side has no number, first at" in result.stdout
 
 
-def test_a_retokenized_word_is_found(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
+def test_retokenized_word_is_reported(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
     changed(renderer, exported, " cost", " co", "st")
     result = run("compare", data, exported)
     assert result.exit_code == 1
@@ -73,7 +73,7 @@ def test_a_retokenized_word_is_found(run: Run, data: Path, exported: Path, rende
     assert 'sampled: " cost"' in result.stdout
 
 
-def test_what_the_user_said_in_other_ids_is_a_warning(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
+def test_different_ids_of_user_text_are_a_warning(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
     changed(renderer, exported, "user", "us", "er")
     for least, code in (("warning", 1), ("error", 0)):
         result = run("compare", data, exported, "--fail-on", least, "--format", "junit")
@@ -81,14 +81,16 @@ def test_what_the_user_said_in_other_ids_is_a_warning(run: Run, data: Path, expo
 
 
 @pytest.mark.parametrize("form", ["json", "junit", "sarif", "github"])
-def test_every_format_tells_it(run: Run, data: Path, exported: Path, renderer: Renderer, form: str) -> None:
+def test_every_format_reports_the_difference(
+    run: Run, data: Path, exported: Path, renderer: Renderer, form: str
+) -> None:
     changed(renderer, exported, " cost", " co", "st")
     result = run("compare", data, exported, "--format", form)
     assert result.exit_code == 1
     match form:
         case "json":
             (row,) = json.loads(result.stdout)["comparisons"]
-            assert [one["kind"] for one in row["comparison"]["differences"]] == ["ids"]
+            assert [difference["kind"] for difference in row["comparison"]["differences"]] == ["ids"]
         case "junit":
             assert ElementTree.fromstring(result.stdout).get("failures") == "1"
         case "sarif":
@@ -97,7 +99,7 @@ def test_every_format_tells_it(run: Run, data: Path, exported: Path, renderer: R
             assert result.stdout.startswith("::error file=")
 
 
-def test_one_session_is_compared_with_a_file_of_its_own(run: Run, data: Path, exported: Path, tmp_path: Path) -> None:
+def test_single_session_is_compared_with_a_file(run: Run, data: Path, exported: Path, tmp_path: Path) -> None:
     ids = json.loads(exported.read_text())["token_ids"]
     path = tmp_path / "ids.json"
     path.write_text(json.dumps(ids[:-1]))
@@ -107,7 +109,7 @@ def test_one_session_is_compared_with_a_file_of_its_own(run: Run, data: Path, ex
     assert "has no row" in run("compare", data, f"{exported}#t").stderr
 
 
-def test_what_is_not_there_is_an_error_of_usage(run: Run, data: Path) -> None:
+def test_missing_path_is_a_usage_error(run: Run, data: Path) -> None:
     assert run("compare", data, "nowhere").exit_code == 2
 
 

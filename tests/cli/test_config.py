@@ -23,12 +23,12 @@ def _file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_setting_is_shown_with_its_source(run: Run) -> None:
     shown = json.loads(run("config", "show", "--json", "--port", 9).stdout)
     assert shown["file"] == "tokentape.toml"
-    found = {name: (one["value"], one["source"]) for name, one in shown["settings"].items()}
-    assert found["port"] == (9, "flag")
-    assert found["host"] == ("127.0.0.2", "env")
-    assert found["model_id"] == ("filed", "file")
-    assert found["history"] == ("sampled", "default")
-    assert list(found) == list(settings())
+    shown_settings = {name: (setting["value"], setting["source"]) for name, setting in shown["settings"].items()}
+    assert shown_settings["port"] == (9, "flag")
+    assert shown_settings["host"] == ("127.0.0.2", "env")
+    assert shown_settings["model_id"] == ("filed", "file")
+    assert shown_settings["history"] == ("sampled", "default")
+    assert list(shown_settings) == list(settings())
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
@@ -38,19 +38,19 @@ def test_secrets_are_hidden(run: Run, form: list[str]) -> None:
     assert done.stdout.count("***") == 2
 
 
-def test_what_is_printed_is_toml(run: Run) -> None:
-    found = tomllib.loads(run("config", "show", "--engine", "vllm", "--engine-url", "http://a:1").stdout)
-    assert found["engine"]["urls"] == ["http://a:1"]
-    assert found["keys"] == {"alice": "***"}
+def test_printed_configuration_is_toml(run: Run) -> None:
+    printed = tomllib.loads(run("config", "show", "--engine", "vllm", "--engine-url", "http://a:1").stdout)
+    assert printed["engine"]["urls"] == ["http://a:1"]
+    assert printed["keys"] == {"alice": "***"}
 
 
-def test_it_takes_what_serve_takes_and_nothing_else(run: Run) -> None:
+def test_config_show_accepts_exactly_the_options_of_serve(run: Run) -> None:
     done = run("config", "show", "--prot", 9)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "No such option" in done.stderr
 
 
-def test_a_wrong_file_is_exit_code_2(run: Run, tmp_path: Path) -> None:
+def test_invalid_file_is_exit_code_2(run: Run, tmp_path: Path) -> None:
     (tmp_path / "tokentape.toml").write_text("prot = 9", encoding="utf-8")
     done = run("config", "show")
     assert done.exit_code == 2

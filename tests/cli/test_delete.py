@@ -20,7 +20,7 @@ from tokentape.types import SessionInfo
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two old sessions of user 7, one a number and one a text; one of another user; one of nobody, from the future."""
+    """Write two old sessions of user 7, as number and as text; one of another user; a future one without user."""
     with SqliteStore.open(tmp_path / "data") as store:
         for name, at, metadata in (
             ("number", 1.0, {"user": 7}),
@@ -67,7 +67,7 @@ def test_sessions_are_deleted_if_all_conditions_apply(
     assert run("verify", data).exit_code == 0
 
 
-def test_nothing_of_a_deleted_session_is_left_in_the_files(run: Run, data: Path) -> None:
+def test_deleted_session_leaves_no_trace_in_the_files(run: Run, data: Path) -> None:
     with SqliteStore.open(data) as store:
         for name in ("kept", "gone"):
             # Longer than a page of the database.
@@ -82,7 +82,7 @@ def test_nothing_of_a_deleted_session_is_left_in_the_files(run: Run, data: Path)
     assert files().count(b"what gone wrote") == 0
 
 
-def test_a_session_that_a_snapshot_holds_is_kept(run: Run, data: Path) -> None:
+def test_session_held_by_a_snapshot_is_kept(run: Run, data: Path) -> None:
     with SqliteStore.open(data) as store:
         asyncio.run(Snapshots(store).take(Selection(session_ids=("text",)), "me", None))
     done = run("delete", data, "--where", "user=7", "--yes")
@@ -102,6 +102,6 @@ def test_a_gateway_that_has_the_record_open_deletes(run: Run, data: Path, render
 
 
 @pytest.mark.parametrize("conditions", [[], ["--where", "user"], ["--older-than", "old"]])
-def test_what_says_too_little_deletes_nothing(run: Run, data: Path, conditions: list[str]) -> None:
+def test_incomplete_conditions_delete_nothing(run: Run, data: Path, conditions: list[str]) -> None:
     assert run("delete", data, *conditions, "--yes").exit_code == 2
     assert len(names(data)) == 4

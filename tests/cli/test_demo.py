@@ -13,7 +13,7 @@ from tokentape.errors import TokentapeError
 
 
 @pytest.mark.slow
-def test_json_has_what_was_run_and_found(run: Run, tmp_path: Path) -> None:
+def test_json_has_the_run_and_its_findings(run: Run, tmp_path: Path) -> None:
     done = run("demo", "--out", tmp_path / "demo", "--sessions", 1, "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0

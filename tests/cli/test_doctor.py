@@ -26,7 +26,7 @@ from tokentape.store import SqliteStore
 KEY = "k" * 16
 
 
-def test_a_machine_that_is_fit_is_exit_code_0(run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_suitable_machine_is_exit_code_0(run: Run, model_dir: Path, tmp_path: Path) -> None:
     done = run("doctor", model_dir, "--threads", 1, "--data", tmp_path / "data", "--json")
     report = json.loads(done.stdout)
     assert (done.exit_code, report["ok"]) == (0, True)
@@ -37,8 +37,8 @@ def test_a_machine_that_is_fit_is_exit_code_0(run: Run, model_dir: Path, tmp_pat
     assert not (tmp_path / "data").exists()
 
 
-def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir: Path, tmp_path: Path) -> None:
-    # Port 9 is "discard", which nobody serves.
+def test_failure_is_named_with_a_remedy_and_exit_code_1(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    # Port 9 is "discard", which is not served.
     done = run("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", "http://127.0.0.1:9")
     assert done.exit_code == 1
     line, advice = done.stdout.splitlines()[-2:]
@@ -46,7 +46,7 @@ def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir
     assert advice.strip() == "Check that it runs, its URL and its API key."
 
 
-def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_server_is_identified_and_checked_for_ids(run: Run, model_dir: Path, tmp_path: Path) -> None:
     with fake_vllm.running() as vllm:
         vllm.scale_out = True
         arguments = ("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", vllm.url)
@@ -60,7 +60,7 @@ def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp
         assert "warn  logprobs: the engine reports raw_logprobs, right for every trainer if all calls" in done.stdout
 
 
-def test_a_trainer_is_told_whether_it_can_use_what_is_recorded(run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_usability_of_the_record_by_a_trainer_is_reported(run: Run, model_dir: Path, tmp_path: Path) -> None:
     def line(*options: object) -> str:
         done = run("doctor", model_dir, "--threads", 1, "--data", tmp_path / "data", *options)
         assert done.exit_code == 0, done.stdout
@@ -84,7 +84,7 @@ def test_the_wal_reset_bug_is_noted(version: tuple[int, ...], noted: bool) -> No
     assert ("WAL-reset" in finding.found) == noted
 
 
-def test_a_misspelled_variable_is_told() -> None:
+def test_misspelled_variable_is_reported() -> None:
     (finding,) = environment({"TOKENTAPE_PROT": "1", "TOKENTAPE_PORT": "1", "TOKENTAPE_CACHE": "x", "PROT": "1"})
     assert (finding.found, finding.advice) == ("TOKENTAPE_PROT is not a setting", "Did you mean TOKENTAPE_PORT?")
 
@@ -98,7 +98,7 @@ def test_a_directory_in_use_is_a_warning(tmp_path: Path) -> None:
     assert finding.advice == "This is fine if that process is the gateway."
 
 
-def test_a_file_that_is_no_record_fails(tmp_path: Path) -> None:
+def test_file_that_is_not_a_record_fails(tmp_path: Path) -> None:
     (tmp_path / "tokentape.db").write_bytes(b"not a database" * 100)
     assert next(data_directory(tmp_path)).status == "fail"
 
@@ -109,7 +109,7 @@ def test_a_directory_that_can_not_be_made_fails(tmp_path: Path) -> None:
     assert finding.status == "fail"
 
 
-def test_others_without_keys_fail_and_open_key_files_are_warned_of(tmp_path: Path) -> None:
+def test_public_address_without_keys_fails_and_open_key_files_warn(tmp_path: Path) -> None:
     assert [finding.status for finding in access(ServeConfig(host="0.0.0.0"))] == ["fail"]
     path = tmp_path / "keys"
     path.write_text(f"alice={KEY}", encoding="utf-8")
@@ -120,7 +120,7 @@ def test_others_without_keys_fail_and_open_key_files_are_warned_of(tmp_path: Pat
     assert [finding.status for finding in access(ServeConfig(host="0.0.0.0", keys_file=path))] == ["ok"]
 
 
-def test_what_is_not_certified_is_named(renderer: Renderer) -> None:
+def test_uncertified_features_are_named(renderer: Renderer) -> None:
     refusing = Renderer(
         renderer.tokenizer,
         ChatTemplate(
@@ -135,7 +135,7 @@ def test_what_is_not_certified_is_named(renderer: Renderer) -> None:
     assert "tool" in finding.found
 
 
-def test_an_engine_that_says_something_else_the_second_time_is_a_warning(renderer: Renderer) -> None:
+def test_nondeterministic_engine_is_a_warning(renderer: Renderer) -> None:
     finding = asyncio.run(probe(ScriptedEngine(renderer, ["one", "two"]), renderer))
     assert finding.status == "warn"
     assert "differed the second time" in finding.found
@@ -147,7 +147,7 @@ def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:
     assert finding.status == "fail"
 
 
-def test_without_torch_the_advice_is_its_extra(
+def test_without_torch_the_extra_is_advised(
     run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def missing(*_: object, **__: object) -> None:

@@ -17,12 +17,12 @@ USER = (Provenance.USER, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\
 
 @pytest.fixture
 def ids(renderer: Renderer) -> list[int]:
-    """They | co | st: drifts."""
+    """Record They | co | st: it drifts."""
     encode = renderer.tokenizer.encode_plain
     return encode("They") + encode(" co") + encode("st")
 
 
-def test_a_record_is_measured_with_the_tokenizer_that_it_was_served_with(run: Run, record: Record) -> None:
+def test_record_is_measured_with_its_served_tokenizer(run: Run, record: Record) -> None:
     result = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")]), "--json")
     report = json.loads(result.stdout)
     assert result.exit_code == 0
@@ -34,20 +34,26 @@ def test_a_record_is_measured_with_the_tokenizer_that_it_was_served_with(run: Ru
         "clusters": 1,
         "share": 0.0,
     }
-    assert {one["dimension"] for one in report["strata"]} == {"turn", "weights", "temperature", "script", "region"}
+    assert {stratum["dimension"] for stratum in report["strata"]} == {
+        "turn",
+        "weights",
+        "temperature",
+        "script",
+        "region",
+    }
 
 
-def test_nothing_is_broken_down_where_nothing_drifted(run: Run, record: Record) -> None:
-    said = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])).stdout
-    assert re.search(r"completions that drifted +0.000%, 0 of 1\b", said)
-    assert "By turn" not in said
+def test_without_drift_there_is_no_breakdown(run: Run, record: Record) -> None:
+    output = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])).stdout
+    assert re.search(r"completions that drifted +0.000%, 0 of 1\b", output)
+    assert "By turn" not in output
 
 
-def test_an_example_has_its_ids_both_ways(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
+def test_example_shows_ids_of_both_sides(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ids))
-    said = run("drift", path, "--tokenizer", model_dir).stdout
-    assert f"{ids[-2:]} -> [" in said
+    output = run("drift", path, "--tokenizer", model_dir).stdout
+    assert f"{ids[-2:]} -> [" in output
 
 
 def test_a_foreign_file_is_measured_and_fails_above_a_rate(
@@ -71,7 +77,7 @@ def test_the_report_is_written_as_a_page(run: Run, tmp_path: Path, model_dir: Pa
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_a_model_says_what_the_other_ids_are_worth(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
+def test_model_scores_the_other_ids(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt_ids": [1], "completion_ids": ids}) + "\n")
     report = json.loads(run("drift", path, "--model", model_dir, "--json").stdout)
@@ -79,7 +85,7 @@ def test_a_model_says_what_the_other_ids_are_worth(run: Run, tmp_path: Path, mod
     assert report["logprobs"]["mean"] < 0  # the model was trained to prefer the whole word
 
 
-def test_without_a_tokenizer_it_says_what_to_do(run: Run, tmp_path: Path) -> None:
+def test_missing_tokenizer_error_contains_advice(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("[1]")
     result = run("drift", path)

@@ -1,4 +1,4 @@
-"""Nothing to measure is an exit code of its own, in each command that counts something."""
+"""Each command that counts something has a separate exit code for nothing to measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokentape.store import SqliteStore
 
 @pytest.fixture
 def empty(tmp_path: Path, model_dir: Path) -> dict[str, Path]:
-    """A record without sessions, files without rows, lines or sentences, and a model folder."""
+    """Write a record without sessions, files without rows, lines or sentences, and a model folder."""
     SqliteStore.open(tmp_path / "record").close()
     rows, text = tmp_path / "rows.jsonl", tmp_path / "de.txt"
     rows.touch()
@@ -46,7 +46,7 @@ def empty(tmp_path: Path, model_dir: Path) -> dict[str, Path]:
         "verify {record} --json",
     ],
 )
-def test_nothing_to_measure_is_no_pass(run: Run, empty: dict[str, Path], line: str) -> None:
+def test_nothing_to_measure_is_exit_code_3(run: Run, empty: dict[str, Path], line: str) -> None:
     done = run(*line.format(**empty).split())
     assert done.exit_code == NOTHING_MEASURED, done.output
     assert "no" in done.stderr
@@ -55,5 +55,5 @@ def test_nothing_to_measure_is_no_pass(run: Run, empty: dict[str, Path], line: s
 @pytest.mark.parametrize(
     "command", ["audit", "check", "check-logprobs", "compare", "drift", "export", "premium", "probe", "score", "verify"]
 )
-def test_the_help_of_the_command_names_it(run: Run, command: str) -> None:
+def test_help_of_the_command_names_exit_code_3(run: Run, command: str) -> None:
     assert " 3 if " in " ".join(run(command, "--help").stdout.split())

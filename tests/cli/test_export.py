@@ -27,10 +27,10 @@ from tokentape.types import Event, SessionInfo, Trajectory, TurnColumn, TurnPayl
 def recorded(data_dir: Path) -> list[Trajectory]:
     with SqliteStore.open(data_dir, read_only=True) as store:
         return [
-            one
+            trajectory
             for stored in store.iter_sessions()
             for tree in [Session(stored.info, stored.turns)]
-            for one in trajectories(tree, stored.rewards, edges=lineage(tree))
+            for trajectory in trajectories(tree, stored.rewards, edges=lineage(tree))
         ]
 
 
@@ -51,10 +51,10 @@ def test_the_format_can_be_named(run: Run, data_dir: Path, tmp_path: Path) -> No
     assert len(list(read_jsonl(tmp_path / "t.txt"))) == 3
 
 
-def test_only_branches_of_the_roles_wanted_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_only_branches_of_requested_roles_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
     for roles, count in (("main", 3), ("main,subagent", 3)):
         assert run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", roles).exit_code == 0
-        assert [one.role for one in read_jsonl(tmp_path / "t.jsonl")] == ["main"] * count
+        assert [trajectory.role for trajectory in read_jsonl(tmp_path / "t.jsonl")] == ["main"] * count
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", "side_call")
     assert (done.exit_code, "left out by --roles: 3 x 'main'" in done.stderr) == (3, True)
     assert "unknown role 'sub'" in run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", "sub").stderr
@@ -63,34 +63,34 @@ def test_only_branches_of_the_roles_wanted_are_written(run: Run, data_dir: Path,
 def test_columns_and_payloads_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
     with SqliteStore.open(data_dir) as store:
         values, rows = np.arange(4, dtype=np.float32), np.ones((8, 2), np.uint8)
-        said = TurnColumn("forked", 0, "advantages", values, 1.0), TurnPayload("forked", 0, "experts", 0, rows)
-        asyncio.run(store.write(*said))
+        records = TurnColumn("forked", 0, "advantages", values, 1.0), TurnPayload("forked", 0, "experts", 0, rows)
+        asyncio.run(store.write(*records))
         expected = [
-            one
+            trajectory
             for stored in store.iter_sessions(per_token=True)
-            for one in stored.trajectories(edges=lineage(stored.tree()))
+            for trajectory in stored.trajectories(edges=lineage(stored.tree()))
         ]
     for name, read in (("t.parquet", read_trajectories), ("t.jsonl", read_jsonl)):
         assert run("export", data_dir, "-o", tmp_path / name).exit_code == 0
         assert bits(list(read(tmp_path / name))) == bits(expected)
-    assert [list(one.columns) for one in expected] == [["advantages"], ["advantages"], []]
+    assert [list(trajectory.columns) for trajectory in expected] == [["advantages"], ["advantages"], []]
 
 
-def test_a_column_named_while_it_runs_is_left_out(
+def test_column_added_during_the_export_is_left_out(
     run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SqliteStore.open(data_dir) as store:
         asyncio.run(store.write(TurnColumn("plain", 0, "late", np.zeros(4, np.float32), 1.0)))
     monkeypatch.setattr(SqliteStore, "extra_names", lambda self, session_ids: ExtraNames())
     assert run("export", data_dir, "-o", tmp_path / "t.parquet").exit_code == 0
-    assert [dict(one.columns) for one in read_trajectories(tmp_path / "t.parquet")] == [{}, {}, {}]
+    assert [dict(trajectory.columns) for trajectory in read_trajectories(tmp_path / "t.parquet")] == [{}, {}, {}]
 
 
-def test_only_the_verdicts_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_only_requested_verdicts_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
     def leaves(verdict: str) -> list[tuple[str, int]]:
         done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", verdict)
         assert done.exit_code == (0 if verdict != "closed" else 3)
-        return [(one.session_id, one.leaf) for one in read_jsonl(tmp_path / "t.jsonl")]
+        return [(trajectory.session_id, trajectory.leaf) for trajectory in read_jsonl(tmp_path / "t.jsonl")]
 
     assert leaves("exact") == [("forked", 1), ("plain", 1)]
     assert leaves("forked:branched") == [("forked", 2)]
@@ -99,25 +99,23 @@ def test_only_the_verdicts_asked_for(run: Run, data_dir: Path, tmp_path: Path) -
     assert (done.exit_code, done.stderr.startswith("error: unknown verdict")) == (1, True)
 
 
-def test_what_a_filter_of_verdicts_left_out_is_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_sessions_removed_by_a_verdict_filter_are_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "exact")
     assert "left out by --verdict: 1 x 'forked: branched'" in done.stderr
     report = json.loads(run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "exact", "--json").stdout)
     assert report["other_verdicts"]["forked: branched"] == 1
 
 
-def test_an_export_of_nothing_names_the_filter_that_takes_what_was_left_out(
-    run: Run, data_dir: Path, tmp_path: Path
-) -> None:
+def test_empty_export_names_a_filter_for_the_omitted_sessions(run: Run, data_dir: Path, tmp_path: Path) -> None:
     with SqliteStore.open(data_dir) as store:
         turn = make_turn("doubtful", 0, engine="fake 1.0 raw_logprobs model-unverified")
         asyncio.run(store.write(SessionInfo("doubtful", 3.0), turn))
-    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--session", "doubtful"
-    done = run(*given, "--verdict", "exact")
+    arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--session", "doubtful"
+    done = run(*arguments, "--verdict", "exact")
     assert done.exit_code == 3
     assert "left out by --verdict: 1 x 'exact, model unverified'" in done.stderr
     assert "to export these: --verdict 'exact,model unverified'" in done.stderr
-    assert run(*given, "--verdict", "exact,model unverified").exit_code == 0
+    assert run(*arguments, "--verdict", "exact,model unverified").exit_code == 0
     assert len(list(read_jsonl(tmp_path / "t.jsonl"))) == 1
 
 
@@ -126,29 +124,29 @@ def test_sessions_that_a_trainer_refuses_can_be_left_out(run: Run, data_dir: Pat
     with SqliteStore.open(data_dir) as store:
         turn = make_turn("cut", 0, sampled_from=truncated, logprobs_of=truncated)
         asyncio.run(store.write(SessionInfo("cut", 3.0), turn))
-    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime"
-    done = run(*given)
+    arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime"
+    done = run(*arguments)
     assert done.exit_code == 1
     assert "session 'cut'" in done.stderr
     assert "--skip-refused" in done.stderr
     assert not (tmp_path / "t.jsonl").exists()
-    done = run(*given, "--skip-refused")
+    done = run(*arguments, "--skip-refused")
     assert done.exit_code == 0
     assert "left out by --skip-refused: session 'cut'" in done.stderr
     assert "left out by --skip-refused: sessions 1 of 3" in done.stderr
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 3
-    counts = json.loads(run(*given, "--skip-refused", "--json").stdout)
+    counts = json.loads(run(*arguments, "--skip-refused", "--json").stdout)
     assert (counts["trajectories"], list(counts["refused"])) == (3, ["cut"])
     done = run("export", data_dir, "-o", tmp_path / "t.parquet", "--skip-refused")
     assert (done.exit_code, "--skip-refused works only with" in done.stderr) == (1, True)
 
 
-def test_only_the_sessions_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_only_requested_sessions_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
     assert run("export", data_dir, "-o", tmp_path / "t.parquet", "--session", "plain").exit_code == 0
-    assert [one.session_id for one in read_trajectories(tmp_path / "t.parquet")] == ["plain"]
+    assert [trajectory.session_id for trajectory in read_trajectories(tmp_path / "t.parquet")] == ["plain"]
 
 
-def test_an_unknown_session_leaves_what_was_there(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_unknown_session_leaves_the_existing_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "t.parquet"
     target.parent.mkdir()
     target.write_text("yesterday's")
@@ -158,7 +156,7 @@ def test_an_unknown_session_leaves_what_was_there(run: Run, data_dir: Path, tmp_
     assert target.read_text() == "yesterday's"
 
 
-def test_json_counts_what_was_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_json_counts_written_rows(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.parquet", "--json")
     assert json.loads(done.stdout) == {
         "file": str(tmp_path / "t.parquet"),
@@ -176,7 +174,7 @@ TRAINERS = ["verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", 
 
 
 def trained(trainer: str, row: dict[str, Any]) -> int:
-    """How many tokens a row of that trainer trains."""
+    """Return the number of trained tokens in a trainer's row."""
     match trainer:
         case "verl":
             return sum(row["response_mask"])
@@ -185,11 +183,11 @@ def trained(trainer: str, row: dict[str, Any]) -> int:
         case "skyrl":
             return sum(row["loss_masks"])
         case "nemo-rl":
-            return sum(len(one["token_ids"]) for one in row["message_log"] if one["role"] == "assistant")
+            return sum(len(message["token_ids"]) for message in row["message_log"] if message["role"] == "assistant")
         case "prime-rl":
             return sum(row["mask"])
         case "tinker":
-            return sum(one != 0 for one in row["loss_fn_inputs"]["logprobs"])
+            return sum(logprob != 0 for logprob in row["loss_fn_inputs"]["logprobs"])
         case "agent-lightning":
             return len(row["response"]["token_ids"])
     return sum(row["env_mask"])
@@ -197,16 +195,16 @@ def trained(trainer: str, row: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_trainer_s_rows_train_each_sampled_token_once(run: Run, data_dir: Path, tmp_path: Path, trainer: str) -> None:
-    given = "-o", tmp_path / "t.jsonl", "--format", trainer, "--group", "task", "--session", "forked"
-    done = run("export", data_dir, *given)
+    arguments = "-o", tmp_path / "t.jsonl", "--format", trainer, "--group", "task", "--session", "forked"
+    done = run("export", data_dir, *arguments)
     assert (done.exit_code, done.stderr.split(": ")[0]) == (0, str(tmp_path / "t.jsonl")), done.stderr
     rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert sum(trained(trainer, row) for row in rows) == 12
-    done = run("export", data_dir, "-o", tmp_path / "t.parquet", *given[2:])
+    done = run("export", data_dir, "-o", tmp_path / "t.parquet", *arguments[2:])
     assert done.exit_code == 0, done.stderr
     table = pq.read_table(tmp_path / "t.parquet").to_pylist()
     for row, written in zip(table, rows, strict=True):
-        plain = {name: json.dumps(one) if isinstance(one, dict) else one for name, one in written.items()}
+        plain = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in written.items()}
         if trainer != "nemo-rl":  # Messages without logprobs have null there.
             assert row == plain
 
@@ -215,28 +213,28 @@ def test_atif_is_a_document_per_branch(run: Run, data_dir: Path, tmp_path: Path)
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "atif")
     assert done.exit_code == 0, done.stderr
     documents = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    assert [one["trajectory_id"] for one in documents] == ["forked/1", "forked/2", "plain/1"]
-    assert [one["session_id"] for one in documents] == ["forked", "forked", "plain"]
+    assert [document["trajectory_id"] for document in documents] == ["forked/1", "forked/2", "plain/1"]
+    assert [document["session_id"] for document in documents] == ["forked", "forked", "plain"]
 
 
-def test_atif_copies_only_what_an_earlier_document_has(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_atif_copies_only_steps_of_earlier_documents(run: Run, data_dir: Path, tmp_path: Path) -> None:
     for more, copied, trained in ((), 2, 20), (("--verdict", "forked:branched"), 0, 8):
         done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "atif", "--json", *more)
         documents = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-        (forked,) = (one for one in documents if one["trajectory_id"] == "forked/2")
+        (forked,) = (document for document in documents if document["trajectory_id"] == "forked/2")
         assert sum("is_copied_context" in step for step in forked["steps"]) == copied
         assert json.loads(done.stdout)["trained_tokens"] == trained
 
 
 def test_a_trainer_s_count_is_of_the_rows(run: Run, data_dir: Path, tmp_path: Path) -> None:
-    given = "--format", "slime", "--session", "forked", "--verdict", "forked:branched", "--json"
-    counts = json.loads(run("export", data_dir, "-o", tmp_path / "t.jsonl", *given).stdout)
+    arguments = "--format", "slime", "--session", "forked", "--verdict", "forked:branched", "--json"
+    counts = json.loads(run("export", data_dir, "-o", tmp_path / "t.jsonl", *arguments).stdout)
     (row,) = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert counts["trained_tokens"] == sum(row["loss_mask"]) == 8
     assert (counts["trajectories"], counts["tokens"]) == (1, len(row["tokens"]))
 
 
-def test_what_a_trainer_needs_and_nobody_gave_leaves_no_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_missing_trainer_inputs_leave_no_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "skyrl")
     assert (done.exit_code, "session 'plain' has no reward" in done.stderr) == (1, True)
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "jsonl", "--group", "task")
@@ -245,7 +243,7 @@ def test_what_a_trainer_needs_and_nobody_gave_leaves_no_file(run: Run, data_dir:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_checks_that_nobody_does_are_waited_for_and_told(
+def test_pending_checks_are_awaited_and_reported(
     run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
 ) -> None:
     monkeypatch.setattr("tokentape.cli.export._PATIENCE", 0.0)
@@ -254,23 +252,23 @@ def test_checks_that_nobody_does_are_waited_for_and_told(
         asyncio.run(store.write(*events[: 1 + checked]))
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--wait-checks")
     assert (done.exit_code, "1 bridges are still unchecked" in done.stderr) == (0, not checked)
-    verdicts = {one.session_id: one.verdict for one in read_jsonl(tmp_path / "t.jsonl")}
+    verdicts = {trajectory.session_id: trajectory.verdict for trajectory in read_jsonl(tmp_path / "t.jsonl")}
     assert verdicts["plain"] == ("exact" if checked else "exact, bridge unchecked")
 
 
-def test_it_works_beside_a_writer(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_export_works_beside_a_writer(run: Run, data_dir: Path, tmp_path: Path) -> None:
     with SqliteStore.open(data_dir):
         assert run("export", data_dir, "-o", tmp_path / "t.parquet").exit_code == 0
 
 
-def test_an_ending_that_is_no_format_is_refused_with_those_that_are(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_unknown_file_extension_is_refused_with_the_known_ones(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.csv")
     assert (done.exit_code, "does not end with .jsonl or .parquet" in done.stderr) == (1, True)
     assert not (tmp_path / "t.csv").exists()
     assert run("export", data_dir, "-o", tmp_path / "t.csv", "--format", "jsonl").exit_code == 0
 
 
-def test_a_group_that_no_session_names_comes_with_where_to_give_it(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_missing_group_key_error_explains_where_to_set_it(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "trl", "--group", "quiz")
     assert done.exit_code == 1
     assert "client.session(ID, metadata={'quiz': ...})" in done.stderr
@@ -278,19 +276,21 @@ def test_a_group_that_no_session_names_comes_with_where_to_give_it(run: Run, dat
     assert "Pass --skip-refused to leave out such sessions" in done.stderr
 
 
-def test_sessions_that_a_group_can_not_name_can_be_left_out(run: Run, data_dir: Path, tmp_path: Path) -> None:
-    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime", "--group", "task"
-    assert run(*given).exit_code == 1
-    done = run(*given, "--skip-refused")
+def test_sessions_without_the_group_key_can_be_left_out(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime", "--group", "task"
+    assert run(*arguments).exit_code == 1
+    done = run(*arguments, "--skip-refused")
     assert done.exit_code == 0, done.stderr
     assert "the metadata of session 'plain' has no 'task' to name its group; its keys: none" in done.stderr
     assert "left out by --skip-refused: sessions 1 of 2" in done.stderr
     assert "without --group" not in done.stderr
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
-    assert list(json.loads(run(*given, "--skip-refused", "--json").stdout)["refused"]) == ["plain"]
+    assert list(json.loads(run(*arguments, "--skip-refused", "--json").stdout)["refused"]) == ["plain"]
 
 
-@pytest.mark.parametrize(("trainer", "told"), [("verl", True), ("slime", True), ("trl", False)])
-def test_rows_without_groups_are_told(run: Run, data_dir: Path, tmp_path: Path, trainer: str, told: bool) -> None:
-    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", trainer, "--session", "forked"
-    assert ("without --group each session is its own group" in run(*given).stderr) == told
+@pytest.mark.parametrize(("trainer", "warns"), [("verl", True), ("slime", True), ("trl", False)])
+def test_rows_without_groups_give_a_warning(
+    run: Run, data_dir: Path, tmp_path: Path, trainer: str, warns: bool
+) -> None:
+    arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", trainer, "--session", "forked"
+    assert ("without --group each session is its own group" in run(*arguments).stderr) == warns

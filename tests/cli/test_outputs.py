@@ -1,4 +1,4 @@
-"""What commands may write to: nothing that is a record's or their own input."""
+"""Commands never write to files of a record or to their input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_file_of_a_record_is_never_replaced(run: Run, data_dir: Path, command:
     assert (data_dir / "tokentape.db").read_bytes() == before
 
 
-def test_that_includes_other_records_links_and_archives(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_files_of_other_records_links_and_archives_are_never_replaced(run: Run, data_dir: Path, tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path / "other"):
         pass
     link = tmp_path / "link.jsonl"
@@ -50,7 +50,7 @@ def test_a_head_does_not_replace_the_key_it_is_signed_with(run: Run, data_dir: P
     assert key.read_text() == "a private key"
 
 
-def test_a_head_does_not_replace_the_one_it_is_compared_with(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_head_does_not_replace_its_comparison_head(run: Run, data_dir: Path, tmp_path: Path) -> None:
     head = tmp_path / "head.json"
     run("verify", data_dir, "--head-out", head)
     before = head.read_bytes()
@@ -76,7 +76,7 @@ def test_no_file_of_a_model_folder_is_replaced(run: Run, model_dir: Path, tmp_pa
 @pytest.mark.parametrize(
     "command", [("lock", "-o"), ("audit", "--html"), ("probe", "--html"), ("probe", "-o")], ids=str
 )
-def test_a_folder_that_is_not_there_is_said_before_the_work(
+def test_missing_output_folder_is_reported_before_the_work(
     run: Run, model_dir: Path, tmp_path: Path, command: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokentape.cli.lock.make_lock", None)
@@ -104,6 +104,6 @@ def test_an_export_is_written_to_a_fifo(run: Run, data_dir: Path, tmp_path: Path
     assert fifo.is_fifo()
 
 
-def test_a_file_is_not_said_to_be_missing(run: Run, tmp_path: Path) -> None:
+def test_output_path_under_a_file_is_not_called_missing(run: Run, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("")
     assert "is a file; expected a data" in " ".join(run("verify", tmp_path / "x.jsonl").output.replace("│", "").split())

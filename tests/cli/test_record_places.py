@@ -1,4 +1,4 @@
-"""The commands that measure a record, over one record in each place it can be kept in: the same figures from all."""
+"""Commands that measure a record give the same figures for a record in each kind of place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import make_url
 
 from tests.cli.conftest import Run
 from tests.postgres import Server
-from tests.training.scripted_sessions import THOUGHT, TOLD, played, user
+from tests.training.scripted_sessions import ANSWER, THOUGHT, played, user
 from tokentape.audit._id_rows import iter_rows
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
@@ -22,15 +22,15 @@ from tokentape.store._served_model import ServedModel, write_served_model
 
 PASSWORD = "s3cret"
 MADE_UP = ("--max-mean", "99", "--max-k3", "99")
-"""Limits for logprobs that no model gave."""
+"""Limits for handmade logprobs."""
 
 
 @pytest.fixture
 def directory(tmp_path: Path, renderer: Renderer, served: ServedModel) -> Path:
-    """A session of two turns, the second sampled in letters, and the reasoning of the first not rendered again."""
+    """Record two turns: the second is sampled in letters, and the reasoning of the first is not rendered again."""
     path = tmp_path / "data"
     with SqliteStore.open(path) as store:
-        played(renderer, store, [(user("Pears?"), THOUGHT + "Yes.<|im_end|>"), (user("And?"), TOLD)], split=[1])
+        played(renderer, store, [(user("Pears?"), THOUGHT + "Yes.<|im_end|>"), (user("And?"), ANSWER)], split=[1])
     write_served_model(path, served)
     return path
 
@@ -59,7 +59,7 @@ def place(
     else:
         server: Server = request.getfixturevalue("postgres")
         schema = server.new_place()
-        # This server asks for none, so it is in the URL only. Its # begins no name of a row.
+        # This server requires no password, so it is only in the URL. Its # does not begin a row name.
         url = make_url(schema).set(password=PASSWORD).render_as_string(False).replace(PASSWORD, f"#{PASSWORD}")
         with open_record(directory, read_only=True) as source, open_record(url) as target:
             for stored in source.iter_sessions():
@@ -69,14 +69,14 @@ def place(
         server.drop(schema)
 
 
-def test_rows_of_ids_are_the_same(place: str, directory: Path) -> None:
-    found, expected = list(iter_rows(place)), list(iter_rows(directory))
-    assert [(row.name, row.ids.tolist(), row.spans) for row in found] == [
+def test_rows_of_ids_are_equal_in_every_place(place: str, directory: Path) -> None:
+    rows, expected = list(iter_rows(place)), list(iter_rows(directory))
+    assert [(row.name, row.ids.tolist(), row.spans) for row in rows] == [
         (row.name, row.ids.tolist(), row.spans) for row in expected
     ]
 
 
-def test_drift_is_the_same(run: Run, place: str, directory: Path, tmp_path: Path) -> None:
+def test_drift_is_equal_in_every_place(run: Run, place: str, directory: Path, tmp_path: Path) -> None:
     page = tmp_path / "drift.html"
     done = run("drift", place, "--json", "--html", page)
     assert done.exit_code == 0, done.stderr
@@ -94,9 +94,7 @@ def test_two_places_compare_equal(run: Run, place: str, directory: Path, row: st
     assert run("compare", directory, f"{place}{row}").stdout == done.stdout
 
 
-def test_a_difference_is_found_and_told_without_the_password(
-    run: Run, place: str, directory: Path, tmp_path: Path
-) -> None:
+def test_difference_is_reported_without_the_password(run: Run, place: str, directory: Path, tmp_path: Path) -> None:
     (row,) = iter_rows(directory)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"id": row.name, "ids": row.ids[:-1].tolist()}))
@@ -109,19 +107,17 @@ def test_a_difference_is_found_and_told_without_the_password(
         assert f"'{absent}'" in done.stderr
 
 
-def test_logprobs_are_the_same(run: Run, place: str, directory: Path, model_dir: Path) -> None:
+def test_logprobs_are_equal_in_every_place(run: Run, place: str, directory: Path, model_dir: Path) -> None:
     arguments = ("--model", model_dir, "--rerender", "--json", *MADE_UP)
     done = run("check-logprobs", place, *arguments)
     assert (done.exit_code, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert found["numeric"]["tokens"] > 0
-    assert found["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
-    assert found == json.loads(run("check-logprobs", directory, *arguments).stdout)
+    report = json.loads(done.stdout)
+    assert report["numeric"]["tokens"] > 0
+    assert report["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
+    assert report == json.loads(run("check-logprobs", directory, *arguments).stdout)
 
 
-def test_the_model_that_was_served_is_the_trainer_if_nothing_else_is_named(
-    run: Run, place: str, model_dir: Path
-) -> None:
+def test_served_model_is_the_default_trainer(run: Run, place: str, model_dir: Path) -> None:
     done = run("check-logprobs", place, "--json", *MADE_UP)
     assert PASSWORD not in done.output
     assert done.exit_code == 0, done.stderr
@@ -130,7 +126,7 @@ def test_the_model_that_was_served_is_the_trainer_if_nothing_else_is_named(
     assert done.stdout == named.stdout
 
 
-def test_a_tokenizer_that_is_gone_or_another_is_told_with_what_to_do(
+def test_missing_or_changed_tokenizer_is_reported_with_advice(
     run: Run, directory: Path, served: ServedModel, model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -148,7 +144,7 @@ def test_a_tokenizer_that_is_gone_or_another_is_told_with_what_to_do(
 
 
 @pytest.mark.parametrize("command", ["drift", "check-logprobs", "show", "view"])
-def test_a_url_of_nothing_says_what_it_should_be(run: Run, tmp_path: Path, command: str) -> None:
+def test_incomplete_url_error_shows_the_expected_form(run: Run, tmp_path: Path, command: str) -> None:
     done = run(command, f"file://{tmp_path}/nothing")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "is not an archive" in done.stderr

@@ -1,4 +1,4 @@
-"""`tokentape score`: a record in a directory and a running gateway's, right weights and wrong ones."""
+"""`tokentape score`: records of a directory and of a running gateway, correct and wrong weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokentape.store._served_model import ServedModel, write_served_model
 
 @pytest.fixture
 def directory(gateway_url: str, store: SqliteStore, tmp_path: Path, model_dir: Path, renderer: Renderer) -> Path:
-    """A record of two sessions that no gateway has open any more."""
+    """Write a record of two sessions that no gateway has open."""
     with tokentape.Client(gateway_url) as client:
         for name in ("a", "b"):
             talk(client.session(name).base_url)
@@ -30,7 +30,7 @@ def directory(gateway_url: str, store: SqliteStore, tmp_path: Path, model_dir: P
     return data
 
 
-def test_the_record_says_which_model_and_a_second_run_finds_nothing_to_do(run: Run, directory: Path) -> None:
+def test_record_names_the_model_and_a_second_run_has_nothing_to_do(run: Run, directory: Path) -> None:
     done = run("score", directory)
     assert done.exit_code == 0, done.output
     assert "48 tokens of 4 turns in 2 sessions scored as sampler_logprobs" in done.stdout
@@ -41,8 +41,12 @@ def test_the_record_says_which_model_and_a_second_run_finds_nothing_to_do(run: R
     assert "not compared: no recorded logprob was checked in this run" in again.stdout
     assert json.loads(run("score", directory, "--json").stdout)["ok"] is None
     with SqliteStore.open(directory, read_only=True) as store:
-        (one,) = store.load_session("a", per_token=True).trajectories()
-    np.testing.assert_allclose(one.columns["sampler_logprobs"][one.loss_mask], one.logprobs[one.loss_mask], atol=1e-4)
+        (trajectory,) = store.load_session("a", per_token=True).trajectories()
+    np.testing.assert_allclose(
+        trajectory.columns["sampler_logprobs"][trajectory.loss_mask],
+        trajectory.logprobs[trajectory.loss_mask],
+        atol=1e-4,
+    )
 
 
 def test_other_weights_are_named_unless_they_are_a_teachers(
@@ -52,10 +56,10 @@ def test_other_weights_are_named_unless_they_are_a_teachers(
     shutil.copytree(model_dir, folder)
     perturbed(load(model_dir), 0.3).save_pretrained(folder)
     done = run("score", directory, "--model", folder, "--json")
-    found = json.loads(done.stdout)
-    assert (done.exit_code, found["ok"]) == (1, False)
-    assert [cause["causes"] for cause in found["causes"]] == [["weights"]]
-    assert found["distribution"] == {"penalties": False, "temperature": 1.0, "truncation": False, "grammar": False}
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["ok"]) == (1, False)
+    assert [cause["causes"] for cause in report["causes"]] == [["weights"]]
+    assert report["distribution"] == {"penalties": False, "temperature": 1.0, "truncation": False, "grammar": False}
     taught = run("score", directory, "--model", folder, "--teacher")
     assert taught.exit_code == 0, taught.output
     assert "scored as teacher_logprobs" in taught.stdout
@@ -68,8 +72,10 @@ def test_a_running_gateways_record_is_scored_through_it(run: Run, gateway_url: s
         talk(session.base_url)
         done = run("score", gateway_url, "--model", model_dir, "--column", "own")
         assert done.exit_code == 0, done.output
-        (one,) = session.trajectories()
-        np.testing.assert_allclose(one.columns["own"][one.loss_mask], one.logprobs[one.loss_mask], atol=1e-4)
+        (trajectory,) = session.trajectories()
+        np.testing.assert_allclose(
+            trajectory.columns["own"][trajectory.loss_mask], trajectory.logprobs[trajectory.loss_mask], atol=1e-4
+        )
         assert client.score("transformers", model=model_dir, column="own").had_it == 2
 
 
@@ -84,11 +90,11 @@ def test_another_tokenizer_is_refused(run: Run, directory: Path, model_dir: Path
 
 
 @pytest.mark.parametrize("arguments", [("--engine", "vllm"), ("--engine-url", "http://127.0.0.1:1")])
-def test_an_address_goes_with_a_server(run: Run, directory: Path, arguments: tuple[str, ...]) -> None:
+def test_server_address_needs_a_server(run: Run, directory: Path, arguments: tuple[str, ...]) -> None:
     assert run("score", directory, *arguments).exit_code == 2
 
 
-def test_no_record_is_made_where_none_is(run: Run, tmp_path: Path) -> None:
+def test_missing_record_is_not_created(run: Run, tmp_path: Path) -> None:
     done = run("score", tmp_path / "nowhere")
     assert (done.exit_code, "is not a data directory" in done.stderr) == (1, True), done.output
     assert not (tmp_path / "nowhere").exists()

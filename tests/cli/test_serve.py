@@ -38,16 +38,16 @@ HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[tuple[Command, str]]:
-    """`tokentape serve` in a process of its own, and the URL that it says it serves at."""
+    """Run `tokentape serve` in a separate process, and yield its printed URL."""
     with Command(["serve", *arguments, "--port", 0]) as process:
         try:
-            said = ""
+            output = ""
             for line in process.stderr:
-                said += line
-                if found := re.search("at (http://[^ ]+)/sessions/NAME/v1 ", line):
-                    yield process, found[1]
+                output += line
+                if match := re.search("at (http://[^ ]+)/sessions/NAME/v1 ", line):
+                    yield process, match[1]
                     return
-            raise AssertionError(said)
+            raise AssertionError(output)
         finally:
             process.kill()
 
@@ -59,7 +59,7 @@ def recorded(data: Path, session_id: str) -> list[int]:
     return ids
 
 
-def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
+def test_embedded_engine_is_served_recorded_and_stopped_by_interrupt(
     model_dir: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
@@ -103,8 +103,8 @@ def test_a_vllm_server_can_sample(model_dir: Path, tmp_path: Path) -> None:
     assert recorded(data, "s") == fake_vllm.SAMPLED
 
 
-def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp_path: Path) -> None:
-    # Port 9 is "discard", which nobody serves.
+def test_unreachable_vllm_server_is_named(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    # Port 9 is "discard", which is not served.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
     done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0, "--engine-wait", 0)
     assert done.exit_code == 1
@@ -140,7 +140,7 @@ def test_options_that_contradict_each_other_are_refused_with_advice(
 
 @asynccontextmanager
 async def answering(answer: bytes, port: int = 0) -> AsyncIterator[int]:
-    """A server that answers everything with these bytes, and its port."""
+    """Run a server that answers every request with these bytes, and yield its port."""
 
     async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
@@ -159,7 +159,7 @@ CARDS = http("200 OK", '{"data": [{"id": "m"}]}')
 
 
 @pytest.mark.parametrize(("before", "cause"), [(None, "refuses connections"), (http("503 Busy"), "answered 503")])
-def test_a_server_that_loads_is_waited_for_and_the_cause_is_said_at_once(
+def test_loading_server_is_awaited_and_the_cause_is_reported_immediately(
     before: bytes | None, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def loads() -> None:
@@ -178,14 +178,14 @@ def test_a_server_that_loads_is_waited_for_and_the_cause_is_said_at_once(
     monkeypatch.setattr("tokentape._opening._WAIT_TICK_SECONDS", 0.01)
     caplog.set_level("INFO", "tokentape.serve")
     asyncio.run(loads())
-    # The second line is of the second wait.
+    # The second line is from the second wait.
     first, _ = caplog.messages
     assert first.startswith("waiting for the engine, 300 s at most (--engine-wait): http://127.0.0.1:")
     assert cause in first
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "message"),
     [
         (http("404 Not Found"), "it has no such path or model; check its URL (http://host:port)"),
         (http("200 OK", "<html>Welcome</html>"), "expected the http://host:port of an inference server"),
@@ -193,7 +193,7 @@ def test_a_server_that_loads_is_waited_for_and_the_cause_is_said_at_once(
         (http("401 Unauthorized"), "check the API key"),
     ],
 )
-def test_an_address_of_something_else_is_refused_at_once(answer: bytes, found: str) -> None:
+def test_address_of_another_service_is_refused_immediately(answer: bytes, message: str) -> None:
     async def waits() -> str:
         async with answering(answer) as port:
             url = f"http://127.0.0.1:{port}"
@@ -202,10 +202,10 @@ def test_an_address_of_something_else_is_refused_at_once(answer: bytes, found: s
             assert str(refused.value).startswith(f"{url}: the engine")
             return str(refused.value)
 
-    assert found in asyncio.run(waits())
+    assert message in asyncio.run(waits())
 
 
-def test_https_to_a_server_without_it_is_refused_at_once() -> None:
+def test_https_to_an_http_server_is_refused_immediately() -> None:
     async def waits() -> None:
         async with answering(http("400 Bad Request")) as port:
             config = EngineConfig(kind="vllm", urls=(f"https://127.0.0.1:{port}",))
@@ -216,11 +216,11 @@ def test_https_to_a_server_without_it_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "found"),
+    ("code", "message"),
     [(socket.EAI_NONAME, "the engine's host name is unknown"), (socket.EAI_AGAIN, "no DNS server answers")],
 )
-def test_a_host_that_nobody_knows_is_refused_and_a_silent_name_server_waited_for(
-    code: int, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_unknown_host_is_refused_and_a_silent_name_server_is_awaited(
+    code: int, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(code, "x")
@@ -229,14 +229,14 @@ def test_a_host_that_nobody_knows_is_refused_and_a_silent_name_server_waited_for
     caplog.set_level("INFO", "tokentape.serve")
     config = EngineConfig(kind="vllm", urls=("http://gpu-sevrer:8000",))
     if code == socket.EAI_NONAME:
-        with pytest.raises(EngineError, match=f"http://gpu-sevrer:8000: {found}"):
+        with pytest.raises(EngineError, match=f"http://gpu-sevrer:8000: {message}"):
             asyncio.run(wait_for_engine(config))
     else:
         asyncio.run(wait_for_engine(config, once=True))
-        assert found in caplog.text
+        assert message in caplog.text
 
 
-def test_one_replica_with_a_wrong_address_does_not_end_the_wait_for_the_other(
+def test_replica_with_a_wrong_address_does_not_end_the_wait_for_the_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def waits() -> None:
@@ -249,7 +249,7 @@ def test_one_replica_with_a_wrong_address_does_not_end_the_wait_for_the_other(
     assert "http://127.0.0.1:9: the engine refuses connections" in caplog.text
 
 
-def test_the_port_and_the_engine_are_looked_at_before_the_folder_is_loaded(
+def test_port_and_engine_are_checked_before_the_folder_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loaded(_: object) -> None:
@@ -263,7 +263,7 @@ def test_the_port_and_the_engine_are_looked_at_before_the_folder_is_loaded(
     assert done.stderr == "error: http://127.0.0.1:x: the engine's URL is malformed; expected http://host:port\n"
 
 
-def test_a_gateway_is_no_engine(run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
+def test_gateway_is_refused_as_an_engine(run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
     with running(StandIn(renderer, owner="tokentape").app) as url:
         done = run("serve", model_dir, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
@@ -288,13 +288,13 @@ def test_data_without_permission_is_refused(
     assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/d can't be used as a data directory: Permission")
 
 
-def test_other_machines_are_not_served(run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_public_address_without_keys_is_refused(run: Run, model_dir: Path, tmp_path: Path) -> None:
     done = run("serve", model_dir, "--data", tmp_path, "--host", "0.0.0.0", "--port", 0)
     assert done.exit_code == 1
     assert "no API keys" in done.stderr
 
 
-def test_a_template_that_refuses_everything_ends_serve(run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_template_that_refuses_everything_stops_serve(run: Run, model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "never.jinja"
     template.write_text("{{ raise_exception('never') }}", encoding="utf-8")
     done = run("serve", model_dir, "--data", tmp_path / "data", "--chat-template", template, "--port", 0)
@@ -304,7 +304,7 @@ def test_a_template_that_refuses_everything_ends_serve(run: Run, model_dir: Path
     assert not (tmp_path / "data").exists()
 
 
-def test_keys_limits_and_logs_come_from_the_file(model_dir: Path, tmp_path: Path) -> None:
+def test_keys_limits_and_logs_are_read_from_the_file(model_dir: Path, tmp_path: Path) -> None:
     file, data, key = tmp_path / "gateway.toml", tmp_path / "data", "k" * 16
     with fake_vllm.running() as server, ExitStack() as opened:
         file.write_text(
@@ -330,15 +330,15 @@ def test_keys_limits_and_logs_come_from_the_file(model_dir: Path, tmp_path: Path
 
 def test_two_servers_can_sample(model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with fake_vllm.running() as one, fake_vllm.running() as other:
-        engines = ["--engine", "vllm", "--engine-url", one.url, "--engine-url", other.url]
+    with fake_vllm.running() as first, fake_vllm.running() as other:
+        engines = ["--engine", "vllm", "--engine-url", first.url, "--engine-url", other.url]
         with serving(model_dir, *engines, "--data", data) as (_, url):
             assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=HELLO).status_code == 200
     assert recorded(data, "s") == fake_vllm.SAMPLED
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_port_that_is_taken_is_said_with_what_to_do(workers: int, run: Run, model_dir: Path, tmp_path: Path) -> None:
+def test_port_in_use_is_reported_with_advice(workers: int, run: Run, model_dir: Path, tmp_path: Path) -> None:
     engine = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:9") if workers > 1 else ()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -352,22 +352,22 @@ def remote(url: str, *options: object) -> list[object]:
     return ["--engine", "vllm", "--engine-url", url, *options]
 
 
-def test_without_a_model_a_server_is_asked_what_it_serves(run: Run, renderer: Renderer, tmp_path: Path) -> None:
+def test_without_a_model_the_served_model_of_the_server_is_used(run: Run, renderer: Renderer, tmp_path: Path) -> None:
     with running(StandIn(renderer, name="qwen", root="Qwen/Qwen3-8B").app) as url:
         done = run("serve", *remote(url), "--data", tmp_path / "data")
     assert done.exit_code == 1
     assert f"{url} serves Qwen/Qwen3-8B, qwen" in done.stderr
 
 
-def test_without_a_model_a_server_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
-    # Port 9 is "discard", which nobody serves.
+def test_without_a_model_an_unreachable_server_is_named(run: Run, tmp_path: Path) -> None:
+    # Port 9 is "discard", which is not served.
     done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data")
     assert done.exit_code == 1
     assert "the server could not be asked: http://127.0.0.1:9: the engine refuses connections" in done.stderr
     assert done.stderr.splitlines()[-1].endswith("is it running?")
 
 
-def test_a_hub_name_that_is_not_in_the_cache_comes_with_the_command_to_get_it(
+def test_uncached_hub_name_error_contains_the_download_command(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -377,9 +377,7 @@ def test_a_hub_name_that_is_not_in_the_cache_comes_with_the_command_to_get_it(
     assert "hf download Qwen/Qwen3-8B\n" in run("serve", "Qwen/Qwen3-8B").stderr
 
 
-def test_a_folder_that_is_not_there_or_empty_is_named(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_or_empty_folder_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no model folder" in run("serve", tmp_path / "none").stderr
     monkeypatch.setattr("tokentape.cli.extras.find_spec", lambda name: None)
     assert "there is no model folder" in run("serve", tmp_path / "none").stderr
@@ -388,7 +386,7 @@ def test_a_folder_that_is_not_there_or_empty_is_named(
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the tiny model in a cache of the Hub's form."""
+    """Return the name of the tiny model in a Hub cache."""
     repository = tmp_path / "hub" / "models--tokentape--Tiny-1B"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("f00", encoding="utf-8")
@@ -412,7 +410,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ),
     ],
 )
-def test_a_verdict_says_whether_the_server_serves_the_model(
+def test_verdict_depends_on_whether_the_server_serves_the_model(
     cached: str, renderer: Renderer, tmp_path: Path, tells: dict[str, Any], options: list[object], verdict: str
 ) -> None:
     server = StandIn(renderer, language_model(renderer), **{"root": cached, "max_model_len": 1024, **tells})
@@ -421,7 +419,7 @@ def test_a_verdict_says_whether_the_server_serves_the_model(
         serving(cached, *remote(url, *options), "--data", tmp_path / "data") as (_, gateway),
     ):
         path = f"{gateway}/sessions/s/v1/chat/completions"
-        # Greedy sampling would add that its logprobs are others.
+        # Greedy sampling would add that the logprobs are of another distribution.
         assert httpx2.post(path, json=HELLO | {"temperature": 1}).json()["model"] == cached
         metrics = httpx2.get(f"{gateway}/metrics").text
         (leaf,) = httpx2.get(f"{gateway}/sessions/s").json()["leaves"]
@@ -457,16 +455,16 @@ def test_a_failed_start_removes_only_an_empty_record_that_it_created(
     assert config.data.exists() == kept
 
 
-def test_a_failed_gateway_keeps_the_record_that_it_created_if_it_has_a_session(tmp_path: Path) -> None:
+def test_failed_gateway_keeps_a_created_record_with_a_session(tmp_path: Path) -> None:
     config = ServeConfig(data=tmp_path / "data")
     with suppress(EngineError), _removed_if_unused(config), SqliteStore.open(config.data) as store:
         asyncio.run(store.write(SessionInfo("s", 0.0)))
         raise EngineError("late")
     with SqliteStore.open(config.data, read_only=True) as store:
-        assert [found.info.session_id for found in store.sessions(limit=9)] == ["s"]
+        assert [session.info.session_id for session in store.sessions(limit=9)] == ["s"]
 
 
-def test_a_server_with_other_ids_is_refused_without_a_way_around(
+def test_server_with_different_ids_is_always_refused(
     run: Run, cached: str, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = StandIn(renderer, language_model(renderer), root=cached)
@@ -484,7 +482,7 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
     assert "--unverified-model" not in done.stderr
 
 
-def test_without_torch_the_way_to_a_server_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_serving_an_engine_server_is_advised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokentape.cli.extras.find_spec", lambda name: None)
     done = run("serve")
     assert done.exit_code == 1
@@ -494,7 +492,7 @@ def test_without_torch_the_way_to_a_server_is_named(run: Run, monkeypatch: pytes
 
 @pytest.mark.usefixtures("quick_models")
 @pytest.mark.parametrize("other", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_another_template_of_the_server_is_logged_and_not_refused(
+def test_different_template_of_the_server_is_logged_and_not_refused(
     model_dir: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: bool
 ) -> None:
     server = StandIn(renderer, language_model(renderer), root=str(model_dir.resolve()))
@@ -507,8 +505,8 @@ def test_another_template_of_the_server_is_logged_and_not_refused(
 
     with running(server.app) as url:
         asyncio.run(open_and_close(url))
-        said = f"{url}: the server's chat template gives different ids for a question: "
-        assert any(line.startswith(said) and "--chat-template" in line for line in caplog.messages) is other
+        message = f"{url}: the server's chat template gives different ids for a question: "
+        assert any(line.startswith(message) and "--chat-template" in line for line in caplog.messages) is other
 
 
 def test_a_server_of_another_kind_is_recognized(renderer: Renderer, model_dir: Path) -> None:
@@ -522,7 +520,7 @@ def test_a_server_of_another_kind_is_recognized(renderer: Renderer, model_dir: P
         asyncio.run(open_it(url))
 
 
-def test_record_is_called_data(run: Run) -> None:
-    said = run("serve", "--record", "x").stderr.splitlines()[0]
-    assert said.startswith("error: No such option: --record")
-    assert "--data" in said
+def test_record_option_was_renamed_to_data(run: Run) -> None:
+    output = run("serve", "--record", "x").stderr.splitlines()[0]
+    assert output.startswith("error: No such option: --record")
+    assert "--data" in output

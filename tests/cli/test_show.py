@@ -18,7 +18,7 @@ from tokentape.types import Provenance, SessionInfo, TokenDistribution
 HELLO = [(Provenance.TEMPLATE, "<|im_start|>user\n"), (Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
 
 
-def test_every_run_says_who_wrote_it(run: Run, record: Record) -> None:
+def test_every_run_names_its_writer(run: Run, record: Record) -> None:
     done = run("show", record(HELLO), "s")
     assert done.exit_code == 0
     assert done.stdout.splitlines()[4:] == [
@@ -28,11 +28,11 @@ def test_every_run_says_who_wrote_it(run: Run, record: Record) -> None:
     ]
 
 
-def test_a_turn_with_calls_says_which_end_its_client_saw(run: Run, tmp_path: Path) -> None:
+def test_turn_with_calls_shows_the_finish_reason_of_its_client(run: Run, tmp_path: Path) -> None:
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]
     turns = [
-        (one := make_turn("s", 0, reply={"role": "assistant", "content": None, "tool_calls": calls})),
-        make_turn("s", 1, one, reply=one.reply, finish_reason="length"),
+        (parent := make_turn("s", 0, reply={"role": "assistant", "content": None, "tool_calls": calls})),
+        make_turn("s", 1, parent, reply=parent.reply, finish_reason="length"),
     ]
     with SqliteStore.open(tmp_path / "data") as store:
         asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, *turns))
@@ -49,20 +49,20 @@ def test_characters_that_several_tokens_spell_stay_whole(run: Run, record: Recor
     assert f"  sampled | {text}\n" in done.stdout
 
 
-def test_text_can_not_steer_the_terminal(run: Run, record: Record) -> None:
+def test_text_can_not_control_the_terminal(run: Run, record: Record) -> None:
     hostile = "\x1b[2J\x07\u202e[red]"
     done = run("show", record([(Provenance.USER, hostile), (Provenance.SAMPLED, "hi")]), "s")
     assert "     user | \\x1b[2J\\x07\\u202e[red]\n" in done.stdout
 
 
-def test_a_terminal_gets_colours_and_the_same_words(run: Run, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_colors_and_the_same_text(run: Run, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = record(HELLO)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert "  sampled | \x1b[1;32mhi<|im_end|>\x1b[0m" in run("show", directory, "s").stdout
 
 
-def test_no_color_takes_the_colours_out(run: Run, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_removes_the_colors(run: Run, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = record(HELLO)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -76,7 +76,7 @@ def test_ids_are_printed_under_their_text(run: Run, record: Record, renderer: Re
     assert done.stdout.endswith(f"  sampled | hi<|im_end|>\n          | {' '.join(map(str, ids))}\n")
 
 
-def test_without_a_known_model_there_are_ids_and_a_reason(run: Run, data_dir: Path) -> None:
+def test_without_a_known_model_ids_and_a_reason_are_shown(run: Run, data_dir: Path) -> None:
     done = run("show", data_dir, "plain")
     assert done.exit_code == 0
     turn = make_chain("plain", 1)[0]
@@ -85,7 +85,7 @@ def test_without_a_known_model_there_are_ids_and_a_reason(run: Run, data_dir: Pa
     assert done.stderr.startswith("this record doesn't name the model that was served: showing ids only")
 
 
-def test_a_tokenizer_that_has_changed_is_not_trusted(run: Run, record: Record, renderer: Renderer) -> None:
+def test_changed_tokenizer_is_not_used(run: Run, record: Record, renderer: Renderer) -> None:
     directory = record(HELLO)
     folder = directory / "model"
     folder.mkdir()
@@ -96,7 +96,7 @@ def test_a_tokenizer_that_has_changed_is_not_trusted(run: Run, record: Record, r
     assert "hello" not in done.stdout
 
 
-def test_a_model_that_has_moved_can_be_named(run: Run, record: Record, model_dir: Path, tmp_path: Path) -> None:
+def test_moved_model_can_be_named(run: Run, record: Record, model_dir: Path, tmp_path: Path) -> None:
     directory = record(HELLO)
     write_served_model(directory, ServedModel(str(tmp_path / "gone"), "", ""))
     assert "the tokenizer is no longer in" in run("show", directory, "s").stderr
@@ -122,7 +122,7 @@ def test_another_branch_can_be_chosen(run: Run, data_dir: Path) -> None:
     assert run("show", data_dir, "forked", "--leaf", 1).stdout.startswith("session forked, branch of turns 0, 1\n")
 
 
-def test_a_leaf_that_is_none_is_refused_with_those_that_are(run: Run, data_dir: Path) -> None:
+def test_unknown_leaf_is_refused_with_the_known_ones(run: Run, data_dir: Path) -> None:
     done = run("show", data_dir, "forked", "--leaf", 0)
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.endswith("error: session 'forked' has no leaf 0; choose from 1, 2\n")
@@ -135,13 +135,13 @@ def test_json_is_the_trajectory(run: Run, data_dir: Path) -> None:
     assert done.stderr == ""
 
 
-def test_without_a_session_they_are_listed(run: Run, data_dir: Path) -> None:
+def test_without_a_session_id_sessions_are_listed(run: Run, data_dir: Path) -> None:
     assert run("show", data_dir).stdout.splitlines() == [
         "forked  3 turns, 24 tokens, 12 sampled: 'exact', 'forked: branched'",
         "plain  2 turns, 16 tokens, 8 sampled: 'exact'",
     ]
     listed = [json.loads(line) for line in run("show", data_dir, "--json").stdout.splitlines()]
-    assert [(one["session_id"], one["turns"], one["verdicts"]) for one in listed] == [
+    assert [(session["session_id"], session["turns"], session["verdicts"]) for session in listed] == [
         ("forked", 3, {"exact": 1, "forked: branched": 1}),
         ("plain", 2, {"exact": 1}),
     ]
@@ -160,7 +160,7 @@ def test_an_empty_record_and_aborted_turns_are_named(run: Run, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("messages", "found"),
+    ("messages", "message"),
     [
         (
             [("user", "question 0"), ("assistant", "answer zero"), ("user", "next")],
@@ -174,20 +174,20 @@ def test_an_empty_record_and_aborted_turns_are_named(run: Run, tmp_path: Path) -
     ],
 )
 def test_an_edited_history_is_shown_with_the_first_message_that_differs(
-    run: Run, tmp_path: Path, messages: list[tuple[str, str]], found: str
+    run: Run, tmp_path: Path, messages: list[tuple[str, str]], message: str
 ) -> None:
     sent = tuple({"role": role, "content": content} for role, content in messages)
     fork = make_turn("s", 2, messages=sent, fork="edited_history")
     with SqliteStore.open(tmp_path / "data") as store:
         asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, *make_chain("s", 2), fork))
-    assert f"   {found}" in run("show", tmp_path / "data", "s").stdout.splitlines()
+    assert f"   {message}" in run("show", tmp_path / "data", "s").stdout.splitlines()
 
 
-def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(
+def test_lanes_show_token_starts_trained_tokens_and_drift(
     run: Run, record: Record, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
+    spelled = [token_id for letter in "Let" for token_id in renderer.tokenizer.encode_plain(letter)]
     assert len(spelled) == 3
     monkeypatch.setattr(
         renderer.tokenizer,
@@ -196,7 +196,9 @@ def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(
     )
     directory = record([(Provenance.USER, "hello"), (Provenance.SAMPLED, "Let")])
     monkeypatch.undo()
-    hello = "".join("|" + "-" * (len(renderer.tokenizer.token_bytes(one)) - 1) for one in _ids(renderer, "hello"))
+    hello = "".join(
+        "|" + "-" * (len(renderer.tokenizer.token_bytes(token_id)) - 1) for token_id in _ids(renderer, "hello")
+    )
     assert run("show", directory, "s", "--lanes").stdout.splitlines()[2:] == [
         "loss: | begins a token; = trained, - not (a digit: tokens of one character)",
         "logprob: from ▁ likely (probability above 0.37) to █ unlikely (below 0.001)",
@@ -212,7 +214,7 @@ def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(
     ]
 
 
-def test_lanes_keep_to_the_width_of_the_terminal(
+def test_lanes_fit_the_width_of_the_terminal(
     run: Run, record: Record, monkeypatch: pytest.MonkeyPatch, renderer: Renderer
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -226,7 +228,7 @@ def test_lanes_keep_to_the_width_of_the_terminal(
     texts = [line for line in shown if not line.strip().startswith(("loss", "logprob", "drift"))]
     bars = [line for line in shown if line.strip().startswith("loss")]
     assert [cell_len(line) for line in texts] == [cell_len(line) for line in bars]
-    # A character of several tokens tells of how many.
+    # A character of several tokens shows their number.
     count = len(_ids(renderer, "漢"))
     assert bars[0].split(" | ")[1].startswith(f"{count}-")
 
@@ -235,12 +237,12 @@ def _ids(renderer: Renderer, text: str) -> list[int]:
     return renderer.tokenizer.encode_plain(text)
 
 
-def test_an_unknown_session_comes_with_names_like_it(run: Run, data_dir: Path) -> None:
+def test_unknown_session_error_suggests_similar_names(run: Run, data_dir: Path) -> None:
     assert run("show", data_dir, "fork").stderr == "error: there is no session 'fork'; did you mean 'forked'?\n"
     assert run("show", data_dir, "zzz").stderr == "error: there is no session 'zzz'\n"
 
 
-def test_why_the_logprobs_are_others_is_said_and_unknown_weights_are_not(run: Run, tmp_path: Path) -> None:
+def test_other_logprobs_are_explained_and_unknown_weights_are_not_shown(run: Run, tmp_path: Path) -> None:
     sampled = TokenDistribution(penalties=False, temperature=0.7, truncation=True, grammar=False)
     recorded = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
     turn = make_turn("s", 0, sampled_from=sampled, logprobs_of=recorded, weight_version="unknown")

@@ -17,19 +17,19 @@ from tokentape.types import SessionInfo
 
 @pytest.fixture
 def at(gateway_url: str, store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> SqliteStore:
-    """The store of a gateway that the commands find in their environment, with the sessions `a` and `b`."""
+    """Yield the store of a gateway in the environment of the commands, with sessions `a` and `b`."""
     monkeypatch.setenv("TOKENTAPE_URL", gateway_url)
     records = SessionInfo("a", 1.0), SETUP, *make_chain("a", 2), SessionInfo("b", 2.0), make_turn("b", 0)
     asyncio.run(store.write(*records))
     return store
 
 
-def test_from_taking_a_snapshot_to_dropping_its_sessions(run: Run, at: SqliteStore, tmp_path: Path) -> None:
+def test_snapshot_can_be_taken_confirmed_and_dropped(run: Run, at: SqliteStore, tmp_path: Path) -> None:
     taken = run("snapshot", "create", "--session", "a", "--session", "b")
     assert (taken.exit_code, taken.stdout) == (0, "1\n")
     exported = run("snapshot", "export", 1, "-o", tmp_path / "t.jsonl")
     digest = exported.stdout.strip()
-    assert [one.session_id for one in read_jsonl(tmp_path / "t.jsonl")] == ["a", "b"]
+    assert [trajectory.session_id for trajectory in read_jsonl(tmp_path / "t.jsonl")] == ["a", "b"]
     assert f"held  trajectories 2, tokens 24, with loss 12  {digest}" in run("snapshot", "show", 1).stdout
     early = run("snapshot", "drop", 1)
     assert (early.exit_code, "not confirmed" in early.stderr) == (1, True)
@@ -37,7 +37,7 @@ def test_from_taking_a_snapshot_to_dropping_its_sessions(run: Run, at: SqliteSto
     asyncio.run(at.write(make_turn("b", 1, make_turn("b", 0))))
     dropped = run("snapshot", "drop", 1)
     assert (dropped.exit_code, dropped.stdout) == (1, "kept b: changed since the snapshot\n")
-    assert [one.info.session_id for one in at.sessions()] == ["b"]
+    assert [session.info.session_id for session in at.sessions()] == ["b"]
     assert run("snapshot", "create", "--since", 1, "--json").exit_code == 0
     states = [json.loads(line)["state"] for line in run("snapshot", "show", "--json").stdout.splitlines()]
     assert states == ["released", "held"]
@@ -50,7 +50,7 @@ def test_a_wrong_digest_is_refused(run: Run, at: SqliteStore) -> None:
 
 
 @pytest.mark.parametrize("command", ["snapshot", "archive", "score"])
-def test_a_gateway_that_is_not_there_is_one_line_at_once(
+def test_unreachable_gateway_is_a_single_error_line(
     run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("tokentape.client._blocking.time", None)

@@ -42,7 +42,7 @@ def test_json_has_the_findings(run: Run, damaged: Path) -> None:
     report = json.loads(done.stdout)
     assert done.exit_code == 1
     assert (report["ok"], report["sessions"], report["turns"]) == (False, 2, 5)
-    assert [(one["session_id"], one["turn"]) for one in report["findings"]] == [("plain", 1)]
+    assert [(finding["session_id"], finding["turn"]) for finding in report["findings"]] == [("plain", 1)]
 
 
 def test_a_head_is_written_and_compared_with(run: Run, data_dir: Path, tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_a_head_is_written_and_compared_with(run: Run, data_dir: Path, tmp_path:
     assert f"compared with head {digest}" in run("verify", data_dir, "--against", head).stdout
     with closing(sqlite3.connect(data_dir / "tokentape.db")) as database, database:
         database.execute("DELETE FROM rewards")
-    found = run("verify", data_dir, "--against", head)
-    assert found.exit_code == 1
-    assert "session forked: reward of the session was deleted or can't be read since the head" in found.stdout
+    done = run("verify", data_dir, "--against", head)
+    assert done.exit_code == 1
+    assert "session forked: reward of the session was deleted or can't be read since the head" in done.stdout
 
 
 def test_a_damaged_record_gets_no_head(run: Run, damaged: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_keys_need_a_head(run: Run, data_dir: Path, option: str, needs: str) -> 
     assert needs in done.output
 
 
-def test_a_file_that_is_no_key_or_no_head_is_refused(run: Run, data_dir: Path, tmp_path: Path) -> None:
+def test_invalid_key_or_head_file_is_refused(run: Run, data_dir: Path, tmp_path: Path) -> None:
     file = data_dir / "tokentape.db"
     assert "is not a head" in run("verify", data_dir, "--against", file).output
     head = tmp_path / "head.json"

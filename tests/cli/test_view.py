@@ -1,4 +1,4 @@
-"""`tokentape view`: what it prints, what it serves, and to whom."""
+"""`tokentape view`: output, pages and access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELLO = [(Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
 
 @contextmanager
 def viewing(*arguments: object) -> Iterator[tuple[Command, str]]:
-    """`tokentape view` in a process of its own, and the one line that it prints."""
+    """Run `tokentape view` in a separate process, and yield its printed line."""
     with Command(["view", *arguments, "--no-browser"]) as process:
         try:
             yield process, process.stdout.readline().strip()
@@ -33,13 +33,13 @@ def viewing(*arguments: object) -> Iterator[tuple[Command, str]]:
             process.kill()
 
 
-def test_a_data_directory_is_shown_on_this_machine_until_an_interrupt(record: Record) -> None:
+def test_data_directory_is_shown_locally_until_an_interrupt(record: Record) -> None:
     with viewing(record(HELLO)) as (process, url):
         assert url.startswith("http://127.0.0.1:")
         assert url.endswith("/view")
         assert "<!doctype html>" in httpx2.get(url).text
         listed = httpx2.get(f"{url}/api/sessions").json()
-        assert [one["session_id"] for one in listed["sessions"]] == ["s"]
+        assert [session["session_id"] for session in listed["sessions"]] == ["s"]
         about = httpx2.get(f"{url}/api/about").json()
         assert (about["text"], about["against"], about["overview"]) == (True, ["retokenized", "rerendered"], False)
         assert httpx2.get(f"{url}/api/sessions", headers={"host": "evil.example"}).status_code == 403
@@ -51,7 +51,7 @@ def test_a_data_directory_is_shown_on_this_machine_until_an_interrupt(record: Re
         assert process.wait() == 0
 
 
-def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_dir: Path) -> None:
+def test_file_is_shown_with_the_named_tokenizer(tmp_path: Path, model_dir: Path) -> None:
     path = tmp_path / "some.jsonl"
     write_jsonl(trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2))), path)
     with viewing(path, "--tokenizer", model_dir) as (_, url):
@@ -62,17 +62,17 @@ def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_
         assert "showing ids only; pass a model folder with --tokenizer" in process.stderr.read()
 
 
-def test_beyond_this_machine_the_page_takes_the_key_that_is_printed(record: Record) -> None:
+def test_on_a_public_address_the_page_needs_the_printed_key(record: Record) -> None:
     with viewing(record(HELLO), "--host", "127.0.0.2") as (process, url):
         assert url.startswith("http://127.0.0.2:")
         key = process.stderr.readline().removeprefix("key: ").strip()
         assert len(key) == 32
         assert httpx2.get(f"{url}/api/sessions").status_code == 401
         answer = httpx2.get(f"{url}/api/sessions", headers={"authorization": f"Bearer {key}", "host": "gpu-3"})
-        assert [one["session_id"] for one in answer.json()["sessions"]] == ["s"]
+        assert [session["session_id"] for session in answer.json()["sessions"]] == ["s"]
 
 
-def test_a_record_is_written_to_one_file(run: Run, record: Record, tmp_path: Path) -> None:
+def test_record_is_written_to_a_single_file(run: Run, record: Record, tmp_path: Path) -> None:
     directory, path = record(HELLO), tmp_path / "run.html"
     done = run("view", directory, "--export", path)
     assert (done.exit_code, done.stdout) == (0, "")
@@ -83,20 +83,20 @@ def test_a_record_is_written_to_one_file(run: Run, record: Record, tmp_path: Pat
     assert (done.exit_code, "--session goes with --export" in done.stderr) == (1, True)
 
 
-def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+def test_missing_view_path_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     done = run("view", tmp_path / "nothing")
     assert done.exit_code == 2
     assert "does not exist" in done.stderr
 
 
-def test_what_is_no_record_fails_in_one_line(run: Run, tmp_path: Path) -> None:
+def test_path_that_is_not_a_record_fails_in_a_single_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no")
     done = run("view", tmp_path / "a.parquet", "--no-browser")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
 
 
-def test_all_addresses_are_opened_at_one_that_can_be_reached(
+def test_wildcard_address_opens_at_a_reachable_address(
     run: Run, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve(app: ASGIApp, *, on_ready: Callable[[str], None], **more: object) -> None:

@@ -1,4 +1,4 @@
-"""What the demo measures, on ids where the answer is known."""
+"""Measurements of the demo, on ids with known results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def setup(renderer: Renderer) -> Setup:
 
 
 def ids_of(renderer: Renderer, *pieces: str) -> list[int]:
-    """Ids of pieces encoded one by one, as a model may sample them."""
+    """Return ids of separately encoded pieces, as a model may sample them."""
     return [token_id for piece in pieces for token_id in renderer.tokenizer.encode_plain(piece)]
 
 
 def recorded(renderer: Renderer, setup: Setup, content: str, completion: list[int]) -> StoredSession:
-    """A session of one turn in which `completion` was sampled and read as `content`."""
+    """Return a session of a turn in which `completion` was sampled and parsed as `content`."""
     question = {"role": "user", "content": "What do pears cost?"}
     added = renderer.render([question], setup)
     turn = make_turn(
@@ -54,7 +54,7 @@ def test_a_canonical_completion_has_no_drift(renderer: Renderer, setup: Setup) -
     assert drift.example is None
 
 
-def test_a_completion_split_otherwise_is_counted_and_shown(renderer: Renderer, setup: Setup) -> None:
+def test_completion_split_differently_is_counted_and_shown(renderer: Renderer, setup: Setup) -> None:
     sampled = ids_of(renderer, "They", " co", "st", " 12.<|im_end|>")
     whole = ids_of(renderer, " cost")
     drift = group_of(renderer, 1.0, [recorded(renderer, setup, "They cost 12.", sampled)])
@@ -68,35 +68,35 @@ def test_a_completion_split_otherwise_is_counted_and_shown(renderer: Renderer, s
 @pytest.fixture
 def trajectory(renderer: Renderer, setup: Setup) -> Trajectory:
     session = recorded(renderer, setup, "12", ids_of(renderer, "12<|im_end|>"))
-    (found,) = trajectories(Session(INFO, session.turns))
-    return found
+    (trajectory,) = trajectories(Session(INFO, session.turns))
+    return trajectory
 
 
 def logged(trajectory: Trajectory, changed: str = "") -> str:
-    """The digest of the trajectory's call, with another last number in the list `changed`."""
+    """Return the digest of the trajectory's call, with a different last number in the list `changed`."""
     start = int(trajectory.completion_starts[0])
     lists = {
         "prompt_ids": trajectory.token_ids[:start],
         "token_ids": trajectory.token_ids[start:],
         "logprobs": trajectory.logprobs[start:],
     }
-    return call_digest(*([*one[:-1], one[-1] + (name == changed)] for name, one in lists.items()))
+    return call_digest(*([*values[:-1], values[-1] + (name == changed)] for name, values in lists.items()))
 
 
-def test_a_turn_that_the_engine_logged_is_like_it(trajectory: Trajectory) -> None:
+def test_turn_in_the_engine_log_matches(trajectory: Trajectory) -> None:
     assert (trajectory.provenance == Provenance.SAMPLED).any()
     assert turns_unlike_engine([trajectory], [logged(trajectory)]) == 0
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "token_ids", "logprobs"])
-def test_one_changed_number_is_a_turn_unlike_the_engine(trajectory: Trajectory, field: str) -> None:
+def test_changed_number_makes_a_turn_differ_from_the_engine(trajectory: Trajectory, field: str) -> None:
     assert turns_unlike_engine([trajectory], [logged(trajectory, field)]) == 1
 
 
-def test_a_call_vouches_for_one_turn_only(trajectory: Trajectory) -> None:
+def test_logged_call_matches_a_single_turn(trajectory: Trajectory) -> None:
     other = replace(trajectory, session_id="t")
     assert turns_unlike_engine([trajectory, other], [logged(trajectory)]) == 1
 
 
-def test_a_turn_that_two_branches_share_counts_once(trajectory: Trajectory) -> None:
+def test_turn_shared_by_two_branches_counts_once(trajectory: Trajectory) -> None:
     assert turns_unlike_engine([trajectory, trajectory], [logged(trajectory)]) == 0

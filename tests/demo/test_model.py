@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The evaluation script: the loop of prompting, calling tools and answering."""
     monkeypatch.syspath_prepend(str(SOURCES))
-    monkeypatch.delitem(sys.modules, "train", raising=False)  # that of an example
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # the time limit of an example
     return importlib.import_module("evaluate")
 
 
@@ -98,7 +98,7 @@ def test_items_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert [item for item in ITEMS if len(encode(tokenizer, f" {item}")) > 1] == []
 
 
-def test_transformers_encodes_as_the_file_says(tokenizer: Tokenizer) -> None:
+def test_transformers_encodes_like_the_tokenizer_file(tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
     text = "<|im_start|>user\nWhat's 12 plus 37?\n\n<tool_call>{}</tool_call> naïve 東京<|im_end|>"
@@ -131,7 +131,7 @@ def test_template_lists_the_tools(render: Render) -> None:
     assert [json.loads(line) for line in listed[1].split("\n")] == TOOLS
 
 
-def test_template_takes_arguments_as_text_or_object(render: Render) -> None:
+def test_template_accepts_arguments_as_text_or_object(render: Render) -> None:
     def rendered(arguments: Any) -> str:
         return render([{"role": "user", "content": "U"}, {"role": "assistant", "tool_calls": [call(arguments)]}])
 

@@ -25,7 +25,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoReport]:
     return run_demo(tmp_path_factory.mktemp("demo") / "run", sessions=4, seed=0)
 
 
-def test_the_record_is_what_the_engine_sampled(report: DemoReport) -> None:
+def test_record_equals_the_sampled_tokens(report: DemoReport) -> None:
     assert report.turns > 4
     assert (report.turns_unlike_engine, report.findings) == (0, 0)
     assert report.exact
@@ -36,19 +36,19 @@ def test_half_is_greedy_and_half_of_each_is_streamed(report: DemoReport) -> None
 
 
 def test_the_file_holds_every_session_with_its_reward(report: DemoReport) -> None:
-    found = read_trajectories(report.trajectories_file)
-    assert len(found) == report.trajectories
-    assert {one.session_id for one in found} == {"demo-00", "demo-01", "demo-02", "demo-03"}
-    assert sum(one.reward or 0.0 for one in found) == sum(group.solved for group in report.groups)
-    assert all((one.provenance[one.loss_mask] == Provenance.SAMPLED).all() for one in found)
+    trajectories = read_trajectories(report.trajectories_file)
+    assert len(trajectories) == report.trajectories
+    assert {trajectory.session_id for trajectory in trajectories} == {"demo-00", "demo-01", "demo-02", "demo-03"}
+    assert sum(trajectory.reward or 0.0 for trajectory in trajectories) == sum(group.solved for group in report.groups)
+    assert all((trajectory.provenance[trajectory.loss_mask] == Provenance.SAMPLED).all() for trajectory in trajectories)
 
 
-def test_the_counts_are_those_of_the_record(report: DemoReport) -> None:
+def test_counts_match_the_record(report: DemoReport) -> None:
     with SqliteStore.open(report.directory, read_only=True) as store:
         listed = store.sessions()
-    assert report.turns == sum(one.turns for one in listed) == sum(g.completions for g in report.groups)
-    assert report.tokens == sum(one.tokens for one in listed)
-    assert sum(g.tokens for g in report.groups) == sum(one.sampled_tokens for one in listed)
+    assert report.turns == sum(session.turns for session in listed) == sum(g.completions for g in report.groups)
+    assert report.tokens == sum(session.tokens for session in listed)
+    assert sum(g.tokens for g in report.groups) == sum(session.sampled_tokens for session in listed)
 
 
 def test_the_report_fits_80_columns_and_names_the_file(report: DemoReport) -> None:
@@ -60,7 +60,7 @@ def test_the_report_fits_80_columns_and_names_the_file(report: DemoReport) -> No
     assert f"  0 of {report.turns} turns differ in prompt, sampled ids or logprobs; verify: 0 findings" in lines
 
 
-def test_commands_of_the_report_can_be_run_as_the_demo_was(
+def test_commands_of_the_report_run_like_the_demo(
     report: DemoReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     printed = io.StringIO()
@@ -70,13 +70,13 @@ def test_commands_of_the_report_can_be_run_as_the_demo_was(
     assert f"  python -m tokentape view {report.directory}" in printed.getvalue().splitlines()
 
 
-def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
+def test_directory_with_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Conflict, match="not empty"):
         run_demo(tmp_path, sessions=1, seed=0)
 
 
-def test_a_new_directory_is_not_there_yet() -> None:
+def test_new_directory_does_not_exist_yet() -> None:
     assert not new_directory().exists()
 
 
@@ -88,7 +88,7 @@ def test_the_recorded_run_is_exact_and_drifts(tmp_path: Path) -> None:
     assert len(read_trajectories(report.trajectories_file)) == report.trajectories
 
 
-def test_a_recorded_call_that_the_engine_did_not_log_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_call_missing_from_the_engine_log_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = tmp_path / "recorded"
     shutil.copytree(findings.RECORDED, changed)
     made = json.loads((changed / "engine.json").read_text())

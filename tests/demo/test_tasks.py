@@ -1,4 +1,4 @@
-"""The demo tasks: sound answers, disjoint splits, a checker that can say no."""
+"""The demo tasks: correct answers, disjoint splits, a checker that rejects wrong answers."""
 
 import json
 
@@ -37,12 +37,12 @@ def test_splits_share_no_question() -> None:
 
 def test_split_ignores_phrasing_and_order() -> None:
     for first in range(2, 40):
-        one = Question("What is it?", numbers=(first, 50), operator="+")
+        question = Question("What is it?", numbers=(first, 50), operator="+")
         other = Question("Add them.", numbers=(50, first), operator="+")
-        assert split_of(one) == split_of(other)
+        assert split_of(question) == split_of(other)
 
 
-def test_both_splits_have_every_kind_of_question() -> None:
+def test_both_splits_have_every_question_kind() -> None:
     def kinds(split: str) -> set[tuple[int, int, bool, str, bool]]:
         return {
             (len(q.items), len(q.numbers), q.continues, q.operator, bool(q.name))
@@ -66,7 +66,7 @@ def test_answers_follow_the_conversation() -> None:
 @pytest.mark.parametrize(
     ("expression", "value"), [("12+37", 49), ("2 * -3", -6), ("7-10", -3), ("2+3*4", 14), ("(2+3)*4", 20)]
 )
-def test_calculate_reckons(expression: str, value: int) -> None:
+def test_calculate_evaluates_expressions(expression: str, value: int) -> None:
     assert calculate(expression) == value
 
 
@@ -109,7 +109,7 @@ def test_call_tool_answers_broken_arguments_with_an_error(arguments: str) -> Non
         ("", False),
     ],
 )
-def test_is_solved_takes_the_last_number(text: str, solved: bool) -> None:
+def test_is_solved_uses_the_last_number(text: str, solved: bool) -> None:
     assert is_solved(Task((PAIR,), PRICES), text) is solved
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters for tests: write them, record sessions with them, and recompute what they must have sampled."""
+"""LoRA adapters for tests: write them, record sessions with them, and recompute the expected samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Forward = Callable[[np.ndarray], np.ndarray]
 
 
 def write_adapter(folder: Path, seed: int, model: Path = MODEL, **config: Any) -> dict[str, Any]:
-    """Write a LoRA adapter of rank 4 for a model. Return what it adds to the weights, by name."""
+    """Write a LoRA adapter of rank 4 for a model. Return the additions to the weights, by name."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -54,7 +54,7 @@ def write_adapter(folder: Path, seed: int, model: Path = MODEL, **config: Any) -
 
 
 def forward_with(added: dict[str, Any], folder: Path = MODEL) -> Forward:
-    """Log-probabilities, float64 [tokens, vocabulary], of what follows each id, with something added to the weights."""
+    """Return next-token log-probabilities, float64 [tokens, vocabulary], with additions to the weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def forward_with(added: dict[str, Any], folder: Path = MODEL) -> Forward:
 
 
 def _expected(forward: Forward, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
-    """The model's log-probabilities of the sampled ids of a session's turns, and of the likeliest ids there."""
+    """Return the model's log-probabilities of the sampled ids of a session's turns, and of the likeliest ids there."""
     context = np.concatenate([ids for turn in turns for ids in (turn.added_ids, turn.completion_ids)])
     sampled = np.repeat([False, True] * len(turns), [len(i) for t in turns for i in (t.added_ids, t.completion_ids)])
     rows = forward(context)[np.flatnonzero(sampled) - 1]
@@ -81,12 +81,12 @@ def _expected(forward: Forward, turns: Sequence[Turn]) -> tuple[np.ndarray, np.n
 
 
 def differences(forward: Forward, turns: Sequence[Turn]) -> np.ndarray:
-    """The difference between each recorded log-probability of a session's turns and the model's, at temperature 1."""
+    """Return the differences of a session's recorded log-probabilities from the model's, at temperature 1."""
     return np.asarray(_expected(forward, turns)[0] - np.concatenate([turn.logprobs for turn in turns]))
 
 
-def behind(forward: Forward, turns: Sequence[Turn]) -> float:
-    """How far the least likely sampled id is behind the likeliest one at its place; 0 if all were sampled greedily."""
+def largest_gap_to_best(forward: Forward, turns: Sequence[Turn]) -> float:
+    """Return the largest gap between a sampled id and the likeliest id at its position. 0 if all are greedy."""
     own, best = _expected(forward, turns)
     return float((best - own).max())
 
@@ -130,6 +130,6 @@ def record(
 
     with SqliteStore.open(folder) as store:
         asyncio.run(main(store))
-        found = [store.load_session(f"s{number}").turns for number in range(len(adapters))]
+        turns_by_session = [store.load_session(f"s{number}").turns for number in range(len(adapters))]
     assert verify(folder).ok
-    return found
+    return turns_by_session

@@ -52,7 +52,7 @@ def make_model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
             "initializer_range": 0.2,
         }
         folder = tmp_path_factory.mktemp("model")
-        # So small a model only waits for its second thread, and long where other processes are busy.
+        # A model this small only waits for a second thread, and long if other processes are busy.
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         Qwen3ForCausalLM(Qwen3Config(**(settings | config))).save_pretrained(folder)
@@ -69,7 +69,7 @@ def untrained_dir(make_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def model(untrained_dir: Path) -> Any:
-    """The model in its plain form, the slow reference."""
+    """Return the plain model, the slow reference."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(untrained_dir).eval().requires_grad_(False)
@@ -77,7 +77,7 @@ def model(untrained_dir: Path) -> Any:
 
 @pytest.fixture
 def forwards() -> Iterator[Forwards]:
-    """The forward passes of the engine. Its model is private; the class is not."""
+    """Record and hold the engine's forward passes. Patches the class, because the engine's model is private."""
     from transformers import Qwen3ForCausalLM
 
     shapes = Forwards()

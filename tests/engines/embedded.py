@@ -1,4 +1,4 @@
-"""What the tests of the embedded engine share: sampling to the end, the engine's log, the slow reference."""
+"""Helpers for tests of the embedded engine: sampling to the end, the engine's log, the slow reference."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ENDLESS = SamplingParams(max_tokens=4000, temperature=1.0, seed=1)
 
 
 KNOWN = 300
-"""Ids that the test tokenizer has; the model has more rows."""
+"""Number of ids of the test tokenizer; the model has more rows."""
 
 
 class Log:
-    """What the engine says it sampled."""
+    """The completions that the engine reports as finished."""
 
     def __init__(self) -> None:
         self.finished: dict[str, FinishedSample] = {}
@@ -87,13 +87,13 @@ def sample(engine: TransformersEngine, prompt_ids: TokenIds, params: SamplingPar
 
 
 def recomputed(model: Any, prompt_ids: TokenIds, ids: list[int]) -> Any:
-    """Logprobs that one plain forward pass over context and completion gives, float32 [tokens, rows]."""
+    """Return logprobs of a plain forward pass over context and completion, float32 [tokens, rows]."""
     context = torch.tensor([[*prompt_ids.tolist(), *ids]])
     return model(context).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1)
 
 
 def assert_recomputable(model: Any, prompt_ids: TokenIds, sampled: Sampled) -> None:
-    """What was sampled without penalties and truncation, at temperature 1 or greedily."""
+    """Check a completion without penalties and truncation, at temperature 1 or greedy."""
     plain = SamplingParams(max_tokens=1)
     assert_declared(model, prompt_ids, sampled, plain, "processed_logprobs")
 
@@ -101,7 +101,7 @@ def assert_recomputable(model: Any, prompt_ids: TokenIds, sampled: Sampled) -> N
 def assert_declared(
     model: Any, prompt_ids: TokenIds, sampled: Sampled, params: SamplingParams, mode: LogprobsMode
 ) -> None:
-    """Every logprob against one plain forward pass and the obvious way to make the distribution that `mode` names."""
+    """Check every logprob with a plain forward pass and a simple computation of the distribution that `mode` names."""
     context = [*prompt_ids.tolist(), *sampled.ids]
     logits = model(torch.tensor([context])).logits[0, len(prompt_ids) - 1 : -1].double()
     for n, (token_id, logprob) in enumerate(zip(sampled.ids, sampled.logprobs, strict=True)):
@@ -119,7 +119,7 @@ def assert_declared(
 
 
 def penalised(logits: list[float], prompt: list[int], completion: list[int], params: SamplingParams) -> list[float]:
-    """The logits after penalties, one by one."""
+    """Return the logits after penalties, applied in a loop."""
     made = []
     for token_id, logit in enumerate(logits):
         if token_id in prompt + completion:
@@ -131,7 +131,7 @@ def penalised(logits: list[float], prompt: list[int], completion: list[int], par
 
 
 def reference(logits: list[float], params: SamplingParams) -> list[float]:
-    """Normalised probabilities, the slow and obvious way."""
+    """Return normalized probabilities, computed in a simple and slow way."""
     weights = [math.exp(x / params.temperature) for x in logits]
     floor = params.min_p * max(weights)
     alive = {i: w for i, w in enumerate(weights) if w >= floor * (1 - 1e-12)}

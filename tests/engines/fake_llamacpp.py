@@ -1,4 +1,4 @@
-"""What a llama-server without faults answers, in the form of 0.5.0-dev's replies; `transcripts/` holds real ones."""
+"""Replies of a llama-server without faults, in the form of 0.5.0-dev; `transcripts/` has real ones."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PARAMS = SamplingParams(max_tokens=3)
 
 
 def logprob_of(token_id: int) -> float:
-    """What this server says of an id, wherever it stands."""
+    """Return this server's log-probability of an id, at any position."""
     return -0.01 * (token_id + 1)
 
 
 def reported(token_id: int, count: int) -> Body:
-    """One entry of `completion_probabilities`."""
+    """Return an entry of `completion_probabilities`."""
     top = [{"id": i, "logprob": logprob_of(i)} for i in range(min(count, VOCAB_SIZE))]
     return {"id": token_id, "token": "x", "logprob": logprob_of(token_id), "top_logprobs": top}
 
 
 def answering(ids: Sequence[int], *, hidden: Sequence[int] = (), end: int | None = None) -> Callable[[Body], Response]:
-    """A server that samples `ids` behind `PROMPT`, piece by piece, and leaves out what it says of the `hidden` ones.
+    """Return answers that sample `ids` after `PROMPT`, piece by piece, without log-probabilities of `hidden` positions.
 
-    `hidden` are positions in `ids`; `end` is an id that it stops at by itself.
+    `hidden` are positions in `ids`; `end` is an id that the server stops at by itself.
     """
 
     def answer(body: Body) -> Response:
@@ -63,7 +63,7 @@ def answering(ids: Sequence[int], *, hidden: Sequence[int] = (), end: int | None
 
 
 def answers(slots: int = 1) -> dict[str, Answer]:
-    """A server's addresses."""
+    """Return a server's routes and replies."""
     settings = {"n_ctx": MAX_CONTEXT}
     props = {"default_generation_settings": settings, "total_slots": slots, "build_info": "b1-test"}
     return {
@@ -85,7 +85,7 @@ def sample(
     vocab_size: int = VOCAB_SIZE,
     **opening: Any,
 ) -> list[SampleDelta]:
-    """The deltas of one call of a newly opened engine; `answer` is in force after the opening."""
+    """Return the deltas of a call of a new engine. `answer` replaces the replies after opening."""
 
     async def main() -> list[SampleDelta]:
         engine = await LlamaCppEngine.open(server.url, vocab_size=vocab_size, **opening)

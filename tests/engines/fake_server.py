@@ -1,4 +1,4 @@
-"""A stand-in for any engine's HTTP server on a real socket: answers set by a test, and what it was asked."""
+"""A fake of any engine's HTTP server on a real socket: answers set by a test, and the received requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = Response | Callable[[Body], Response]
 
 
 class FakeServer:
-    """What it answers, by path, and what it was sent."""
+    """Answers by path, and the received requests."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -33,13 +33,13 @@ class FakeServer:
         self.client_left = threading.Event()
 
     def reset(self, answers: dict[str, Answer]) -> None:
-        """Forget what was asked and answer like this from now on."""
+        """Forget the received requests and set new answers."""
         self.answers = dict(answers)
         self.asked.clear()
         self.client_left.clear()
 
     def bodies(self, path: str) -> list[Body]:
-        """The bodies sent to a path, in order."""
+        """Return the bodies sent to a path, in order."""
         return [body for asked, body in self.asked if asked == path]
 
     async def handle(self, request: Request) -> Response:
@@ -54,7 +54,7 @@ class FakeServer:
 
 @contextmanager
 def running() -> Iterator[FakeServer]:
-    """A fake server on loopback, in a thread of its own."""
+    """Run a fake server on loopback, in a separate thread."""
     fake = FakeServer()
     app = Starlette(routes=[Route("/{path:path}", fake.handle, methods=["GET", "POST"])])
 
@@ -84,7 +84,7 @@ def running() -> Iterator[FakeServer]:
 
 
 async def sampled_before_the_error(engine: Engine, deltas: AsyncIterator[SampleDelta]) -> list[SampleDelta]:
-    """What `deltas` tell before they raise `EngineUnavailable`, as they must; the engine is closed."""
+    """Return the deltas before they raise `EngineUnavailable`, as they must. Closes the engine."""
     seen = []
     try:
         async for delta in deltas:

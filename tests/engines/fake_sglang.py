@@ -1,4 +1,4 @@
-"""What an SGLang without faults answers, in the form of 0.5.23's replies; `transcripts/` holds real ones."""
+"""Replies of an SGLang without faults, in the form of 0.5.23; `transcripts/` has real ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Events = list[dict[str, Any]]
 
 
 def events(body: Body, *, incremental: bool = False) -> Events:
-    """A stream's events for a request: the ids `SAMPLED`, as many as are asked for, one more in each event."""
+    """Return a stream's events for a request: the ids `SAMPLED`, as many as requested, one more in each event."""
     sampling = body["sampling_params"]
     count = min(sampling["max_new_tokens"], len(SAMPLED))
     heat = sampling["temperature"] or 1.0
@@ -62,13 +62,13 @@ def events(body: Body, *, incremental: bool = False) -> Events:
 
 
 def generate(body: Body) -> Response:
-    """What a server without faults answers."""
+    """Return the replies of a server without faults."""
     sent = events(body)
     return streaming(sse(sent)) if body["stream"] else JSONResponse(sent[-1])
 
 
 def answers(version: str = "0.5.23", **server: object) -> dict[str, Answer]:
-    """A server's addresses; keywords go into what it says of itself."""
+    """Return a server's routes and replies; keywords go into its server info."""
     return {
         "/server_info": JSONResponse({"version": version, **server}),
         "/model_info": JSONResponse({"model_path": "tiny", "preferred_sampling_params": None}),
@@ -89,7 +89,7 @@ def sample(
     vocab_size: int = VOCAB_SIZE,
     **opening: Any,
 ) -> list[SampleDelta]:
-    """The deltas of one call of a newly opened engine; `answer` is in force after the opening."""
+    """Return the deltas of a call of a new engine. `answer` replaces the replies after opening."""
 
     async def main() -> list[SampleDelta]:
         engine = await SglangEngine.open(server.url, vocab_size=vocab_size, **opening)
@@ -105,7 +105,7 @@ def sample(
 
 
 def tampered(change: Callable[[Events], object], *, incremental: bool = False) -> Callable[[Body], Response]:
-    """Answers as without faults, but for what `change` does to the events."""
+    """Return replies without faults, except that `change` edits the events."""
 
     def answer(body: Body) -> Response:
         sent = events(body, incremental=incremental)

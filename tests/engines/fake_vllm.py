@@ -1,6 +1,6 @@
-"""A stand-in for vLLM's two token APIs on a real socket, to inject the faults that the real one can't be made to show.
+"""A fake of vLLM's two token APIs on a real socket, to inject faults that can't be produced with the real one.
 
-What it answers when nothing is injected has the form of vLLM 0.32.0's replies; `transcripts/` holds real ones.
+Without faults, its replies have the form of vLLM 0.32.0; `transcripts/` has real ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Event = dict[str, Any]
 
 
 def sampled_events(body: dict[str, Any], ids: Sequence[int] = SAMPLED) -> list[Event]:
-    """A stream's events for a request: as many of `ids` as `max_tokens` allows, with the `LOGPROBS` over and over."""
+    """Return a stream's events for a request: as many of `ids` as `max_tokens` allows, with `LOGPROBS` repeated."""
     if "sampling_params" in body:
         return _generated_events(body, ids)
     ids = ids[: body["max_tokens"]]
@@ -67,12 +67,15 @@ def sampled_events(body: dict[str, Any], ids: Sequence[int] = SAMPLED) -> list[E
 
 
 def _generated_events(body: dict[str, Any], ids: Sequence[int]) -> list[Event]:
-    """The same of `/inference/v1/generate`."""
+    """Return the same events for `/inference/v1/generate`."""
     sampling, name = body["sampling_params"], f"generate-tokens-{body['request_id']}"
     ids = ids[: sampling["max_tokens"]]
     events = []
     for token_id, logprob in zip(ids, cycle(LOGPROBS), strict=False):
-        top = [{"token_id": one, "logprob": lp} for one, lp in ((token_id, logprob), (1, -1.25), (2, -3.0))]
+        top = [
+            {"token_id": alternative_id, "logprob": lp}
+            for alternative_id, lp in ((token_id, logprob), (1, -1.25), (2, -3.0))
+        ]
         entry = {"token_id": token_id, "logprob": logprob, "top_logprobs": top[: sampling["logprobs"]]}
         choice: dict[str, Any] = {
             "index": 0,
@@ -97,7 +100,7 @@ def _generated_events(body: dict[str, Any], ids: Sequence[int]) -> list[Event]:
 
 
 def whole(events: list[Event]) -> Event:
-    """The reply that is not streamed with the same content as a stream's events."""
+    """Return the reply without streaming that has the content of a stream's events."""
     if "request_id" in events[0]:
         pieces = [event["choices"][0] for event in events if event["choices"]]
         joined_choice = {
@@ -116,13 +119,13 @@ def whole(events: list[Event]) -> Event:
 
 
 def sse(events: list[Event]) -> bytes:
-    """The bytes of a stream of these events."""
+    """Return the bytes of a stream of these events."""
     data = [json.dumps(event, separators=(",", ":")) for event in events] + ["[DONE]"]
     return "".join(f"data: {text}\n\n" for text in data).encode()
 
 
 def streaming(*pieces: bytes, then: str = "end", pause: float = 0.0) -> StreamingResponse:
-    """These pieces, each sent on its own; then the end, a broken connection, or silence."""
+    """Send each piece separately, then the end, a broken connection, or silence."""
 
     async def stream() -> AsyncIterator[bytes]:
         for piece in pieces:
@@ -138,19 +141,19 @@ def streaming(*pieces: bytes, then: str = "end", pause: float = 0.0) -> Streamin
 
 
 def token_by_token(body: dict[str, Any]) -> Response:
-    """A stream whose tokens come one after the other."""
+    """Return a stream whose tokens arrive singly."""
     stream = sse(sampled_events(body))
     return streaming(*(event + b"\n\n" for event in stream.split(b"\n\n")[:-1]), pause=0.05)
 
 
 def plain_answer(body: dict[str, Any]) -> Response:
-    """What a server without faults answers."""
+    """Return the reply of a server without faults."""
     events = sampled_events(body)
     return streaming(sse(events)) if body["stream"] else JSONResponse(whole(events))
 
 
 class FakeVllm:
-    """The server's state: what it answers, set by a test, and what it was sent."""
+    """The server's state: the replies, set by a test, and the received requests."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -164,12 +167,12 @@ class FakeVllm:
         self.headers: list[dict[str, str]] = []
         self.client_left = threading.Event()
         self.refused: set[str] = set()
-        """Fields that it refuses by name, as its Rust frontend does."""
+        """Fields to refuse by name, as the Rust frontend does."""
         self.scale_out = False
         """It was started with --enable-scale-out."""
         self.version = "0.32.0"
         self.aborted: list[str] = []
-        """Ids that it was asked to abort."""
+        """Ids of abort requests."""
 
     async def handle(self, request: Request) -> Response:
         """Answer one request."""
@@ -216,7 +219,7 @@ class _NotesLeaving:
 
 @contextmanager
 def running() -> Iterator[FakeVllm]:
-    """A fake server on loopback, in a thread of its own."""
+    """Run a fake server on loopback, in a separate thread."""
     fake = FakeVllm()
     app = Starlette(routes=[Route("/{path:path}", fake.handle, methods=["GET", "POST"])])
     config = uvicorn.Config(
@@ -238,7 +241,7 @@ def running() -> Iterator[FakeVllm]:
 
 
 def by_route(route: str) -> type[VllmEngine]:
-    """The engine, with that route alone."""
+    """Return the engine with only that route."""
     return type("VllmEngine", (VllmEngine,), {"_routes": (route,)})
 
 
@@ -252,7 +255,7 @@ def open_and_sample(
     vocab_size: int = VOCAB_SIZE,
     **opening: Any,
 ) -> list[SampleDelta]:
-    """The deltas of one call of a newly opened engine; `answer` is in force after the opening."""
+    """Return the deltas of a call of a new engine. `answer` replaces the replies after opening."""
 
     async def main() -> list[SampleDelta]:
         engine = await VllmEngine.open(server.url, vocab_size=vocab_size, **({"verify_prompt": True} | opening))

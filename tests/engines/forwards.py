@@ -1,4 +1,4 @@
-"""What the tests of the embedded engine know of its forward passes."""
+"""Observe and hold forward passes of the embedded engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Forwards(list[tuple[int, int]]):
         self.go_on.set()
 
     async def together(self, *calls: Coroutine[Any, Any, T]) -> list[T | BaseException]:
-        """Run calls of which none is computed before all have asked, however slow the machine is."""
+        """Run calls. None is computed before all have been requested, however slow the machine is."""
         self.go_on.clear()
         tasks = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(0)  # each task runs until it waits for the engine

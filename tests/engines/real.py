@@ -1,4 +1,4 @@
-"""Real inference servers started for a module's tests, and what the model itself says, to compare with."""
+"""Real inference servers started for a module's tests, and the model's forward pass, to compare with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -42,7 +42,7 @@ def served(
     port: int | None = None,
     within: float = 400,
 ) -> Iterator[str]:
-    """Address of a server started with the command for a port, a free one if None, once it is healthy."""
+    """Yield the address of a healthy server, started with the command for a port. None takes a free port."""
     port = port or free_port()
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -74,7 +74,7 @@ def _healthy(url: str) -> bool:
 
 
 def load_forward() -> Callable[[np.ndarray], np.ndarray]:
-    """The model's own log-probabilities, float64 [tokens, vocabulary], of what follows each id."""
+    """Return the model's next-token log-probabilities, float64 [tokens, vocabulary]."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -90,7 +90,7 @@ def load_forward() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def use(opening: Callable[[], Awaitable[Engine]], body: Callable[[Any], Awaitable[_T]]) -> _T:
-    """What `body` returns of an engine that is open for it."""
+    """Return the result of `body`, run with an open engine."""
 
     async def main() -> _T:
         engine = await opening()
@@ -105,7 +105,7 @@ def use(opening: Callable[[], Awaitable[Engine]], body: Callable[[Any], Awaitabl
 async def collect(
     engine: Engine, prompt: np.ndarray, params: SamplingParams, *, stream: bool
 ) -> tuple[np.ndarray, np.ndarray, SampleDelta]:
-    """Ids, log-probabilities and the last delta of one call."""
+    """Return ids, log-probabilities and the last delta of a call."""
     deltas = [d async for d in engine.sample(prompt, params, stream=stream, request_id="test")]
     ids = np.array([i for d in deltas for i in d.token_ids], np.int32)
     return ids, np.array([lp for d in deltas for lp in d.logprobs]), deltas[-1]

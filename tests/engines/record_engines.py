@@ -1,9 +1,9 @@
-"""Record what a real server answers an engine, for `test_engines_replay.py` to replay.
+"""Record the replies of a real server, for `test_engines_replay.py` to replay.
 
     python tests/engines/record_engines.py sglang http://127.0.0.1:30000 VOCAB_SIZE VERSION "the server's command"
 
-VERSION is how the server's release is called where it is got from; the command is only a label. If the server has the
-model of `tests/media/tiny_vision.py`, a prompt with two of its pictures is recorded instead.
+VERSION is the name of the server's release; the command is only a label. If the server has the model of
+`tests/media/tiny_vision.py`, a prompt with two of its pictures is recorded instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITH_PICTURES = np.array([3317, 4000, *[4002] * 8, 4001, 2484, 4000, *[4002] * 9
 
 
 class Recorder(HttpClient):
-    """Keeps what was sent and what came back."""
+    """Keeps requests and replies."""
 
     exchanges: list[dict[str, Any]] = []  # noqa: RUF012
 
@@ -55,7 +55,7 @@ class Recorder(HttpClient):
 
 
 async def record(kind: str, url: str, vocab_size: int, version: str, command: str) -> None:
-    """Write one transcript per kind of reply."""
+    """Write a transcript per kind of reply."""
     engine = await open_engine(kind, url, vocab_size=vocab_size)
     engine.http.__class__ = Recorder
     if engine.info.media:
@@ -83,19 +83,19 @@ async def record(kind: str, url: str, vocab_size: int, version: str, command: st
 async def write(
     engine: Any, label: str, command: str, vocab_size: int, name: str, call: Any, media: tuple[PromptMedia, ...] = ()
 ) -> None:
-    """Write the transcript of one call."""
+    """Write the transcript of a call."""
     Recorder.exchanges.clear()
     (params, stream), prompt = call, WITH_PICTURES if media else PROMPT
-    given = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()})
+    sampling = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()})
     pictures = {"media": media} if media else {}
-    deltas = [d async for d in engine.sample(prompt, given, stream=stream, request_id=name, **pictures)]
+    deltas = [d async for d in engine.sample(prompt, sampling, stream=stream, request_id=name, **pictures)]
     transcript = {
         "engine": label,
         "command": command,
         "vocab_size": vocab_size,
         "max_context": engine.info.max_context,
         "prompt": prompt.tolist(),
-        "media": [[one.start, one.length, b64encode(one.data).decode()] for one in media],
+        "media": [[item.start, item.length, b64encode(item.data).decode()] for item in media],
         "params": params,
         "stream": stream,
         "ids": [token_id for delta in deltas for token_id in delta.token_ids],

@@ -1,9 +1,9 @@
-"""Record what a real vLLM server answers, for `test_vllm_replay.py` to replay.
+"""Record the replies of a real vLLM server, for `test_vllm_replay.py` to replay.
 
     python tests/engines/record_vllm.py ROUTE http://127.0.0.1:8000 VOCAB_SIZE "vllm serve MODEL --dtype float32"
 
 ROUTE is generate or completions. Needs a server with VLLM_SERVER_DEV_MODE=1, whose `/abort_requests` makes the aborted
-one, and which names the weights. The command is only a label.
+reply, and which names the weights. The command is only a label.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = np.array([40, 41, 42, 300, 301], np.int32)
 
 
 async def record(route: Route, url: str, vocab_size: int, command: str) -> None:
-    """Write one transcript per kind of reply."""
+    """Write a transcript per kind of reply."""
     engine = await by_route(route).open(url, vocab_size=vocab_size, verify_prompt=True)
     path_of, prefix, infix = {
         "generate": ("/inference/v1/generate", "generate-tokens-{}", "generate_"),

@@ -1,4 +1,4 @@
-"""Mixtures of experts for tests: some route by chance, and each can be told to route as was recorded."""
+"""Mixtures of experts for tests: some route randomly, and each can replay recorded routing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def routers(model: Any) -> list[Any]:
 
 
 def _route(logits: Any, chosen: Any) -> tuple[Any, Any, Any]:
-    """Return what a router does: gates are of the clean logits, whatever chose the experts."""
+    """Return a router's forward: gates are of the clean logits, however the experts were chosen."""
     scores = logits.float().softmax(-1).gather(-1, chosen)
     return logits, (scores / scores.sum(-1, keepdim=True)).to(logits.dtype), chosen
 
@@ -63,7 +63,7 @@ def route_by_chance(model: Any, seed: int) -> None:
 
 @contextmanager
 def routed_as(model: Any, rows: Any) -> Iterator[None]:
-    """Route the tokens of a forward pass as `rows` has it, integers [tokens, layers, top k]."""
+    """Route the tokens of a forward pass by `rows`, integers [tokens, layers, top k]."""
     chosen = torch.as_tensor(rows).long()
 
     def replay(layer: int) -> Any:
@@ -78,7 +78,7 @@ def routed_as(model: Any, rows: Any) -> Iterator[None]:
 
 
 def replayed(model: Any, ids: Any, rows: Any = None) -> Any:
-    """Return the logprobs of `ids[1:]` if the other tokens are routed as `rows` has it, or as the model would."""
+    """Return the logprobs of `ids[1:]` with routing by `rows`, or by the model."""
     ids = torch.as_tensor(ids).long()
     with torch.no_grad(), nullcontext() if rows is None else routed_as(model, rows[: len(ids) - 1]):
         logits = model(ids[None, :-1]).logits[0]

@@ -1,7 +1,7 @@
-"""An engine for vLLM's own Rust frontend (`vllm-rs` in the wheel of 0.33), so that its HTTP is tried without a GPU.
+"""An engine for vLLM's own Rust frontend (`vllm-rs` in the wheel of 0.33), to test its HTTP without a GPU.
 
-The frontend waits for engines on a ZeroMQ socket and gives them requests; this one samples the same three ids over and
-over, with made-up log-probabilities, and scores prompts with a language model if it has one.
+The frontend waits for engines on a ZeroMQ socket and sends them requests. This engine repeats the same three ids, with
+made-up log-probabilities, and scores prompts with a language model if it has one.
 
     python tests/engines/rust_engine.py tcp://127.0.0.1:HANDSHAKE_PORT
 """
@@ -102,7 +102,7 @@ def _socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
 
 
 def _outputs(request: Sequence[Any], score: Score | None) -> Iterator[list[Any]]:
-    """What is sent for a request, a token at a time, and the likelihood of its prompt with the first."""
+    """Yield the outputs of a request, a token at a time, with the prompt's log-probabilities in the first."""
     request_id, prompt, _, sampling = request[:4]
     stops = set(sampling.get("stop_token_ids") or ())
     count = sampling.get("max_tokens", 16)
@@ -110,25 +110,25 @@ def _outputs(request: Sequence[Any], score: Score | None) -> Iterator[list[Any]]
     for at, (token_id, logprob) in enumerate(sampled):
         top = [(token_id, logprob), *OTHERS][: (sampling.get("logprobs") or 0) + 1]
         finish = _STOP if token_id in stops else _LENGTH if at == len(sampled) - 1 else None
-        told = None if sampling.get("logprobs") is None else _rows([top])
+        logprob_rows = None if sampling.get("logprobs") is None else _rows([top])
         prompt_rows = None
         if at == 0 and sampling.get("prompt_logprobs") is not None:
             scores = [-1.0] * (len(prompt) - 1) if score is None else score(prompt)
             prompt_rows = _rows([[pair] for pair in zip(prompt[1:], scores, strict=True)], tensors=True)
         stop = token_id if finish == _STOP else None
-        yield [request_id, [token_id], told, prompt_rows, None, finish, stop]
+        yield [request_id, [token_id], logprob_rows, prompt_rows, None, finish, stop]
         if finish is not None:
             return
 
 
 def _rows(rows: Sequence[Sequence[tuple[int, float]]], *, tensors: bool = False) -> list[Any]:
-    """Ids, log-probabilities and ranks of some positions, as vLLM writes arrays, or tensors."""
+    """Return ids, log-probabilities and ranks of some positions, as vLLM writes arrays or tensors."""
     ids = np.array([[token_id for token_id, _ in row] for row in rows], np.int32)
     logprobs = np.array([[logprob for _, logprob in row] for row in rows], np.float32)
     ranks = np.ones(len(rows), np.int32)
     arrays = [
-        [_dtype(one, tensors), one.shape, msgspec.msgpack.Ext(_RAW_ARRAY, one.tobytes())]
-        for one in (ids, logprobs, ranks)
+        [_dtype(array, tensors), array.shape, msgspec.msgpack.Ext(_RAW_ARRAY, array.tobytes())]
+        for array in (ids, logprobs, ranks)
     ]
     return [*arrays, None]
 

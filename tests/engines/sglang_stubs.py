@@ -1,7 +1,7 @@
 """Stand-ins for the CUDA packages that SGLang imports at its top, so that it starts on a CPU.
 
 For the environment that docs/engines.md describes, and for nothing else: copy it into site-packages, with a file
-`sglang_stubs.pth` beside it whose one line is `import sglang_stubs`. What is asked of a stand-in gives another one.
+`sglang_stubs.pth` beside it that contains `import sglang_stubs`. Every attribute of a stub is another stub.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A stand-in for vLLM that serves a real language model of a tokenizer: it tells ids and likelihoods truthfully.
+"""A fake vLLM that serves a real language model of a tokenizer: its ids and likelihoods are true.
 
-The model counts which ids follow which in the repository's own documentation, rendered as conversations by the chat
-template, and copies what it has just seen, as every language model does. It is made in a second.
+The model counts which ids follow which in the repository's documentation, rendered as conversations by the chat
+template, and repeats recent context, as every language model does. Training takes a second.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ MAX_MODEL_LEN = 4096
 
 _DISCOUNT = 0.75
 _COPIED = 0.3
-"""How sure the model is that what followed an id before follows it again."""
+"""The weight of repeating: the id that last followed an id follows it again."""
 
 
 @cache
 def paragraphs() -> tuple[str, ...]:
-    """The long ones of the documentation."""
-    found: dict[str, None] = {}
+    """Return the long paragraphs of the documentation."""
+    texts: dict[str, None] = {}
     for path in (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
             text = re.sub(r"\s+", " ", paragraph)
             if len(text) > 200:
-                found[text] = None
-    return tuple(found)
+                texts[text] = None
+    return tuple(texts)
 
 
 def rendered(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
@@ -51,7 +51,7 @@ def rendered(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
 
 
 class LanguageModel:
-    """Counts of ids, pairs and triples with absolute discounting, and a memory of what it has just read."""
+    """Counts of ids, pairs and triples with absolute discounting, and a memory of recent context."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.vocab_size = renderer.tokenizer.vocab_size
@@ -76,16 +76,16 @@ class LanguageModel:
                 kinds[ids_seen[:-1]] += 1
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each id but the first, after those before it."""
-        found, followed = [], dict[int, int]()
+        """Return the log-probability of each id except the first, after its prefix."""
+        logprobs, followed = [], dict[int, int]()
         for at in range(1, len(ids)):
             probability = self._probability(ids[max(0, at - 2) : at], ids[at])
             if ids[at - 1] in followed:
                 copied = followed[ids[at - 1]] == ids[at]
                 probability = (1 - _COPIED) * probability + _COPIED * copied
             followed[ids[at - 1]] = ids[at]
-            found.append(math.log(probability))
-        return found
+            logprobs.append(math.log(probability))
+        return logprobs
 
     def _probability(self, before: Sequence[int], token_id: int) -> float:
         probability = 1 / self.vocab_size
@@ -105,11 +105,10 @@ def language_model(renderer: Renderer) -> LanguageModel:
 
 
 class StandIn:
-    """A vLLM server of `renderer`'s tokenizer and template, whose model is `model`. Change it while it runs.
+    """A vLLM server of `renderer`'s tokenizer and template, with the model `model`. Its attributes may change later.
 
-    Without a `model` it does not tell likelihoods, and with `tokenizes` off it has no
-    `/tokenize` and `/detokenize`. Unless `refuses` is
-    off it takes no ids beyond its vocabulary, as the real one.
+    Without a `model` it returns no likelihoods, and with `tokenizes` off it has no `/tokenize` and `/detokenize`.
+    Unless `refuses` is off, it refuses ids beyond its vocabulary, as the real server does.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class StandIn:
         self.owner = owner
         self.weight_version: str | None = None
         self.scored = 0
-        """How many prompts were scored."""
+        """Number of scored prompts."""
         self.app = Starlette(routes=[Route("/{path:path}", self.handle, methods=["GET", "POST"])])
 
     async def handle(self, request: Request) -> Response:
@@ -153,7 +152,7 @@ class StandIn:
             case "/tokenize" if self.tokenizes:
                 return JSONResponse({"tokens": self._tokens(body)})
             case "/detokenize" if self.tokenizes:
-                known = [one for one in body["tokens"] if one < self.renderer.tokenizer.vocab_size]
+                known = [token_id for token_id in body["tokens"] if token_id < self.renderer.tokenizer.vocab_size]
                 return JSONResponse({"prompt": self.renderer.tokenizer.decode(known)})
             case "/v1/completions":
                 return self._completion(body)
@@ -172,8 +171,8 @@ class StandIn:
             rows = None
             if self.model is not None:
                 ids = body["prompt"]
-                told = zip(ids[1:], self.model.logprobs(ids), strict=True)
-                rows = [None, *({str(one): {"logprob": logprob, "rank": 1}} for one, logprob in told)]
+                scored = zip(ids[1:], self.model.logprobs(ids), strict=True)
+                rows = [None, *({str(token_id): {"logprob": logprob, "rank": 1}} for token_id, logprob in scored)]
             return JSONResponse({"choices": [{"index": 0, "text": "", "prompt_logprobs": rows}]})
         if self.weight_version is None:
             return fake_vllm.plain_answer(body)

@@ -1,4 +1,4 @@
-"""LoRA adapters of the embedded engine, against the model's own forward pass with the adapter merged by hand."""
+"""LoRA adapters of the embedded engine, compared with the model's forward pass with the adapter merged by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tokentape.errors import EngineError, InvalidRequest, UnsupportedParameter  
 from tokentape.types import Turn  # noqa: E402
 
 pytestmark = [
-    # peft 0.21 with transformers 5.24, and what the engine says itself with an error.
+    # peft 0.21 with transformers 5.24, and the engine's own warning with an error.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
     pytest.mark.filterwarnings("ignore:Found missing adapter keys"),
 ]
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forwards_of(folder: Path) -> dict[str | None, Forward]:
-    """By adapter of the demonstration model, which is written to `folder`."""
+    """Write adapters of the demonstration model to `folder` and return the forward pass of each."""
     return {None: forward_with({})} | {
         name: forward_with(write_adapter(folder / name, seed)) for seed, name in enumerate("ab")
     }
@@ -57,27 +57,27 @@ def record_embedded(folder: Path, data: Path, names: Sequence[str | None]) -> li
     async def opening(_: Renderer) -> Engine:
         return TransformersEngine.open(MODEL, threads=1, adapters={name: folder / name for name in "ab"})
 
-    # All sessions ask the same, so that only the adapter keeps their cached prefixes apart.
+    # All sessions ask the same, so only the adapter separates their cached prefixes.
     return record(opening, data, names, "What is 17 + 2?", SamplingParams(max_tokens=12))
 
 
 @pytest.mark.parametrize("sessions", [4, pytest.param(50, marks=pytest.mark.slow)])
-def test_sessions_at_once_are_sampled_with_their_adapters(
+def test_concurrent_sessions_are_sampled_with_their_adapters(
     folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path, sessions: int
 ) -> None:
     names = [NAMES[number % 3] for number in range(sessions)]
     own, others = [], []
     for name, turns in zip(names, record_embedded(folder, tmp_path, names), strict=True):
         assert [turn.adapter for turn in turns] == [name, name]
-        found = {one: largest_difference(forward, turns) for one, forward in forwards_of.items()}
-        own.append(found.pop(name))
-        others += found.values()
+        differences = {name: largest_difference(forward, turns) for name, forward in forwards_of.items()}
+        own.append(differences.pop(name))
+        others += differences.values()
     print(f"sessions {len(own)}, own adapter at most {max(own):.1e}, another at least {min(others):.1e}")
     assert max(own) < TOLERANCE
     assert min(others) > 1000 * TOLERANCE
 
 
-def test_swapped_adapters_are_found(
+def test_swapped_adapters_are_detected(
     folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = Adapters.of
@@ -96,7 +96,7 @@ def test_swapped_adapters_are_found(
 
 @pytest.fixture(scope="module")
 def added(folder: Path, untrained_dir: Path) -> dict[str, dict[str, Any]]:
-    """What the adapters of the random model add to its weights."""
+    """Return the additions of adapters to the weights of the random model."""
     return {name: write_adapter(folder / name, seed, untrained_dir) for seed, name in enumerate(("one", "two"))}
 
 
@@ -114,7 +114,7 @@ def with_adapter(params: SamplingParams, name: str = "policy.lora") -> SamplingP
 def assert_sampled_with(untrained_dir: Path, added: dict[str, Any], sampled: Sampled, prompt_ids: Any) -> None:
     rows = forward_with(added, untrained_dir)(np.concatenate([prompt_ids, sampled.ids]).astype(np.int32))
     expected = rows[np.arange(len(prompt_ids) - 1, len(rows) - 1), sampled.ids]
-    # As in the engine, ids that the tokenizer lacks have no share.
+    # As in the engine, ids that the tokenizer lacks have probability 0.
     known = torch.from_numpy(rows[len(prompt_ids) - 1 : -1, :300]).logsumexp(-1).numpy()
     assert np.abs(expected - known - sampled.logprobs).max() < TOLERANCE
 
@@ -123,7 +123,7 @@ def versions(sampled: Sampled) -> set[str | None]:
     return {delta.weight_version for delta in sampled.deltas if delta.token_ids}
 
 
-def test_a_new_version_is_for_new_calls_and_the_old_one_stays_until_its_calls_end(
+def test_new_calls_use_the_new_version_and_running_calls_keep_the_old(
     engine: TransformersEngine,
     untrained_dir: Path,
     folder: Path,
@@ -135,7 +135,7 @@ def test_a_new_version_is_for_new_calls_and_the_old_one_stays_until_its_calls_en
     async def main() -> tuple[Sampled, Sampled, Sampled]:
         forwards.go_on.clear()
         running = asyncio.create_task(collect(engine, ids, with_adapter(WARM), request_id="old"))
-        await asyncio.sleep(0)  # it has asked
+        await asyncio.sleep(0)  # the call has been requested
         loading = asyncio.create_task(engine.load_adapter("policy.lora", folder / "two", "step-2"))
         forwards.go_on.set()
         await loading
@@ -175,15 +175,15 @@ def test_adapters_never_share_cached_prefixes(
     assert [columns for _, columns in forwards if columns > 1] == [40, 40]
 
 
-def test_versions_that_no_call_uses_are_dropped(untrained_dir: Path, folder: Path, added: object) -> None:
+def test_unused_adapter_versions_are_dropped(untrained_dir: Path, folder: Path, added: object) -> None:
     adapters = Adapters(load(untrained_dir), dtype="float32")
     for version, used in (("1", []), ("2", []), ("3", ["first"]), ("4", [])):
-        before = [one.key for one in adapters.current.values()]
+        before = [adapter.key for adapter in adapters.current.values()]
         adapters.load("policy", folder / "one", version, before if used else [])
         assert len(adapters.with_all.peft_config) == (2 if used else 1)
 
 
-def test_an_adapter_can_come_later_and_scores_are_the_models_own(
+def test_adapter_can_be_added_later_and_scores_are_of_the_base_model(
     untrained_dir: Path, model: Any, folder: Path, added: dict[str, dict[str, Any]]
 ) -> None:
     engine = TransformersEngine.open(untrained_dir)
@@ -220,7 +220,7 @@ def _of_another_model(adapter: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     file = adapter / "adapter_model.safetensors"
-    save_file({name.replace(".layers.1.", ".layers.9."): one for name, one in load_file(file).items()}, file)
+    save_file({name.replace(".layers.1.", ".layers.9."): tensor for name, tensor in load_file(file).items()}, file)
 
 
 @pytest.mark.sampled(3)
@@ -236,7 +236,7 @@ def _of_another_model(adapter: Path) -> None:
         (_of_another_model, "tensors don't fit the model"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_others(
+def test_mismatched_adapter_is_refused_and_the_others_stay(
     engine: TransformersEngine,
     untrained_dir: Path,
     added: dict[str, dict[str, Any]],
@@ -248,7 +248,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_others(
     damage(tmp_path / "damaged")
     with pytest.raises(EngineError, match=message):
         asyncio.run(engine.load_adapter("policy.lora", tmp_path / "damaged", "1"))
-    sampled, without = (sample(engine, prompt(9), one) for one in (with_adapter(WARM), WARM))
+    sampled, without = (sample(engine, prompt(9), params) for params in (with_adapter(WARM), WARM))
     assert versions(sampled) == {"0"}
     assert_sampled_with(untrained_dir, added["one"], sampled, prompt(9))
     assert_sampled_with(untrained_dir, {}, without, prompt(9))
@@ -266,7 +266,7 @@ def test_an_unexpected_error_of_peft_does_not_end_the_engine(
     assert sample(engine, prompt(9), WARM).ids
 
 
-def test_without_peft_the_error_says_so(
+def test_missing_peft_is_named_in_the_error(
     untrained_dir: Path, folder: Path, added: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -1,4 +1,4 @@
-"""LoRA adapters per session, and speculation, on real servers, compared with the model's own forward pass."""
+"""LoRA adapters per session, and speculation, on real servers, compared with the model's forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from adapters import Forward, behind, forward_with, largest_difference, record, write_adapter
+from adapters import Forward, forward_with, largest_difference, largest_gap_to_best, record, write_adapter
 from real import MODEL, served
 
 from tokentape.chat._renderer import Renderer
@@ -85,23 +85,23 @@ def test_each_session_is_sampled_with_its_adapter(
     params = SamplingParams(max_tokens=12, temperature=0.8)
     names: list[str | None] = ["a", "b"] * 25
     sessions = record(partial(opened, adapters_url), tmp_path / "with", names, "What is {} + 2?", params)
-    # By themselves: beside calls with an adapter, vLLM 0.32 samples them with the last adapter on a CPU.
+    # Separately: beside calls with an adapter, vLLM 0.32 samples them with the last adapter on a CPU.
     names += [None]
     sessions += record(partial(opened, adapters_url), tmp_path / "without", [None], "What is {} + 2?", params)
     check(names, sessions, forwards)
 
 
 def check(names: Sequence[str | None], sessions: Sequence[Sequence[Turn]], forwards: dict[str | None, Forward]) -> None:
-    """Assert that each session was sampled with its own adapter, and that another would have been noticed."""
+    """Assert that each session was sampled with its adapter, and that another adapter would have been noticed."""
     own, others = [], []
     for name, turns in zip(names, sessions, strict=True):
         assert [turn.sampling.get("adapter") for turn in turns] == [name, name]
-        found = {one: largest_difference(forward, turns) for one, forward in forwards.items()}
-        own.append(found.pop(name))
-        others += found.values()
+        differences = {other_name: largest_difference(forward, turns) for other_name, forward in forwards.items()}
+        own.append(differences.pop(name))
+        others += differences.values()
     print(f"sessions {len(own)}, own adapter at most {max(own):.1e}, another at least {min(others):.1e}")
     assert max(own) < TOLERANCE
-    # What another adapter, or none, would have sampled is told apart.
+    # Samples of another adapter, or without an adapter, differ clearly.
     assert min(others) > 50 * TOLERANCE
 
 
@@ -124,11 +124,11 @@ def test_speculation_samples_from_the_model(
         params = SamplingParams(max_tokens=12, temperature=temperature)
         folder = tmp_path / f"{temperature}"
         sessions = record(partial(opened, speculating_url), folder, [None] * 20, "{0} {0} {0} {0} a b a b a b", params)
-        # 1.7e-5 was seen. transformers' own float32 pass is up to 2.1e-5 from float64 there.
+        # 1.7e-5 was seen. transformers' float32 pass is up to 2.1e-5 from float64 there.
         assert max(largest_difference(forwards[None], turns) for turns in sessions) < 5 * TOLERANCE
         if not temperature:
-            # No accepted token is one that the model would not have chosen.
-            assert max(behind(forwards[None], turns) for turns in sessions) < 5 * TOLERANCE
+            # The model would have chosen every accepted token.
+            assert max(largest_gap_to_best(forwards[None], turns) for turns in sessions) < 5 * TOLERANCE
     with urllib.request.urlopen(f"{speculating_url}/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
     (accepted,) = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]

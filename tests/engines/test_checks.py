@@ -1,4 +1,4 @@
-"""What every engine refuses before it samples."""
+"""Requests that every engine refuses before it samples."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_a_parameter_out_of_range_is_refused(name: str, value: Any) -> None:
     assert caught.value.param == name
 
 
-def test_the_ends_of_the_ranges_are_taken() -> None:
+def test_range_limits_are_accepted() -> None:
     refuse_params(replace(PARAMS, min_tokens=3, payloads_from=0, min_p=1.0, top_p=1.0))
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 0), ("min_tokens", 1), ("priority", -1), ("cache_salt", ""), ("payloads_from", 0)]
 )
-def test_a_parameter_that_the_engine_would_ignore_is_refused_even_if_it_is_falsy(name: str, value: Any) -> None:
+def test_ignored_parameters_are_refused_even_with_falsy_values(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedParameter, match=f"engine does not support {name}"):
         refuse_unsupported(replace(PARAMS, **{name: value}), INFO)
 
 
-def test_defaults_are_taken_by_every_engine() -> None:
+def test_defaults_are_accepted_by_every_engine() -> None:
     refuse_unsupported(PARAMS, replace(INFO, sampling=frozenset({"max_tokens"})))

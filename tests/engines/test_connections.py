@@ -1,4 +1,4 @@
-"""HTTP/1.1 as servers may speak it: how a body ends, which connection is used again, and what is no reply."""
+"""HTTP/1.1 as servers may speak it: how a body ends, which connection is reused, and which replies are invalid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def asked(use: Callable[[HttpClient], Awaitable[_T]], *answers: bytes, close: bool = False) -> tuple[_T, int]:
-    """What `use` returns with a server that gives these answers, one per request, and how often it was connected to."""
+    """Return the result of `use` with a server of these answers, one per request, and the number of connections."""
     left, connected = list(answers), 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -57,12 +57,12 @@ async def twice(client: HttpClient) -> list[bytes]:
     return [await get(client), await get(client)]
 
 
-TOLD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nh\r\n1;x=y\r\ni\r\n0\r\n\r\n"
 
 
-@pytest.mark.parametrize("answer", [TOLD, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + TOLD])
-def test_a_connection_is_used_again_after_a_whole_body(answer: bytes) -> None:
+@pytest.mark.parametrize("answer", [REPLY, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + REPLY])
+def test_connection_is_reused_after_a_whole_body(answer: bytes) -> None:
     assert asked(twice, answer, answer) == ([b"hi", b"hi"], 1)
 
 
@@ -72,13 +72,13 @@ def test_a_body_without_a_length_ends_with_its_connection(version: bytes) -> Non
     assert asked(twice, answer, answer, close=True) == ([b"hi", b"hi"], 2)
 
 
-def test_a_server_that_will_close_is_connected_to_anew() -> None:
-    answer = TOLD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+def test_closing_server_gets_a_new_connection() -> None:
+    answer = REPLY.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     assert asked(twice, answer, answer, close=True) == ([b"hi", b"hi"], 2)
 
 
-@pytest.mark.parametrize("answer", [TOLD[:-1], CHUNKED[:-5]])
-def test_a_body_that_is_cut_off_is_an_error(answer: bytes) -> None:
+@pytest.mark.parametrize("answer", [REPLY[:-1], CHUNKED[:-5]])
+def test_truncated_body_is_an_error(answer: bytes) -> None:
     with pytest.raises(EngineError, match="broke during the engine's reply") as caught:
         asked(post, answer, close=True)
     assert type(caught.value) is EngineError
@@ -100,7 +100,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("answer", MALFORMED.values(), ids=MALFORMED)
-def test_what_has_no_head_is_no_reply(answer: bytes) -> None:
+def test_response_without_a_head_is_refused(answer: bytes) -> None:
     with pytest.raises(EngineUnavailable, match="broke before it answered"):
         asked(post, answer, close=True)
 
@@ -113,23 +113,23 @@ def test_a_chunk_of_an_impossible_size_is_an_error(size: bytes) -> None:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
-def test_more_than_was_asked_for_is_not_read(pause: float) -> None:
+def test_bytes_after_the_reply_are_not_read(pause: float) -> None:
     async def use(client: HttpClient) -> list[bytes]:
         first = await get(client)
         await asyncio.sleep(pause)
         return [first, await get(client)]
 
-    other = TOLD.replace(b"hi", b"no")
-    assert asked(use, TOLD + other, TOLD) == ([b"hi", b"hi"], 2)
+    other = REPLY.replace(b"hi", b"no")
+    assert asked(use, REPLY + other, REPLY) == ([b"hi", b"hi"], 2)
 
 
-def test_a_reply_that_comes_between_two_requests_is_not_read() -> None:
+def test_unsolicited_reply_is_not_read() -> None:
     answered, sent = asyncio.Event(), asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(TOLD)
+        writer.write(REPLY)
         await answered.wait()
-        writer.write(TOLD.replace(b"hi", b"no"))
+        writer.write(REPLY.replace(b"hi", b"no"))
         await writer.drain()
         sent.set()
 
@@ -137,7 +137,7 @@ def test_a_reply_that_comes_between_two_requests_is_not_read() -> None:
         first = await get(client)
         answered.set()
         await sent.wait()
-        # What was sent is there: the loop reads it in one of the next rounds.
+        # The bytes have arrived: the loop reads them in one of its next rounds.
         for _ in range(10):
             await asyncio.sleep(0)
         return first, await get(client), peer.connections
@@ -145,18 +145,18 @@ def test_a_reply_that_comes_between_two_requests_is_not_read() -> None:
     assert call(script, use) == (b"hi", b"hi", 2)
 
 
-def test_a_protocol_that_was_not_asked_for_is_no_reply(caplog: pytest.LogCaptureFixture) -> None:
+def test_unrequested_protocol_switch_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineUnavailable, match="101"):
         asked(post, b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n")
     assert not caplog.records
 
 
 @pytest.mark.parametrize("again", [get, post])
-def test_only_a_get_is_sent_again_when_a_kept_connection_ends(again: Callable[[HttpClient], Awaitable[bytes]]) -> None:
-    """A POST may have been worked on: whether to repeat it is for the caller to say."""
+def test_only_get_is_retried_when_a_kept_connection_ends(again: Callable[[HttpClient], Awaitable[bytes]]) -> None:
+    """The server may have processed a POST, so the caller decides whether to repeat it."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(TOLD)
+        writer.write(REPLY)
         await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
@@ -176,7 +176,7 @@ def test_only_a_get_is_sent_again_when_a_kept_connection_ends(again: Callable[[H
 
 
 async def _left(client: HttpClient, by: str) -> bytes:
-    """A request after one whose reply was left in the midst of its body."""
+    """Send a request after abandoning a reply in the middle of its body."""
     async with aclosing(client.arrivals("/", b"", {})) as arrivals:
         await anext(arrivals)
         if by == "cancelling":
@@ -186,12 +186,12 @@ async def _left(client: HttpClient, by: str) -> bytes:
 
 
 @pytest.mark.parametrize("by", ["closing", "cancelling"])
-def test_a_connection_is_not_used_again_after_a_reply_that_was_left(by: str) -> None:
+def test_connection_is_not_reused_after_an_abandoned_reply(by: str) -> None:
     streamed = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: 1\n\n"
-    assert asked(lambda client: _left(client, by), streamed, TOLD) == (b"hi", 2)
+    assert asked(lambda client: _left(client, by), streamed, REPLY) == (b"hi", 2)
 
 
-def test_a_body_that_is_not_read_waits_in_the_server() -> None:
+def test_unread_body_waits_in_the_server() -> None:
     event = b"data: " + bytes(1000).replace(b"\0", b"x") + b"\n\n"
     count = 64_000
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (count * len(event)) + event * count
@@ -216,7 +216,7 @@ def test_a_long_request_arrives_whole() -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"content-length: %d\r\n" % len(body) in head.lower()
         received.append(await reader.readexactly(len(body)))
-        writer.write(TOLD)
+        writer.write(REPLY)
         writer.close()
 
     async def main() -> bytes:

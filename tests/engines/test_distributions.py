@@ -32,12 +32,12 @@ MODES = ("raw_logprobs", "penalised_logprobs", "scaled_logprobs", "processed_log
         ({"structural_tag": "{}"}, replace(NONE, grammar=True)),
     ],
 )
-def test_parameters_say_what_is_sampled_from(changes: dict[str, object], expected: TokenDistribution) -> None:
+def test_parameters_determine_the_sampled_distribution(changes: dict[str, object], expected: TokenDistribution) -> None:
     assert sampled_from(replace(PLAIN, **changes)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_any_change_every_mode_is_what_is_sampled_from(mode: str) -> None:
+def test_without_processing_every_mode_is_the_sampled_distribution(mode: str) -> None:
     assert logprobs_of(f"vllm 0.32.0 {mode} routed-experts", PLAIN) == sampled_from(PLAIN)
 
 
@@ -50,38 +50,38 @@ def test_without_any_change_every_mode_is_what_is_sampled_from(mode: str) -> Non
         ("processed_logprobs", replace(NONE, penalties=True, temperature=1.4, truncation=True)),
     ],
 )
-def test_a_mode_says_how_far_logprobs_go(mode: str, expected: TokenDistribution) -> None:
+def test_mode_determines_the_processing_of_logprobs(mode: str, expected: TokenDistribution) -> None:
     params = replace(PLAIN, temperature=1.4, top_k=5, presence_penalty=1.0)
     assert logprobs_of(f"e 1 {mode}", params) == expected
     assert (expected == sampled_from(params)) is (mode == "processed_logprobs")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_greedy_sampling_is_not_what_any_logprobs_are_of(mode: str) -> None:
+def test_greedy_sampling_matches_no_logprobs_distribution(mode: str) -> None:
     greedy = replace(PLAIN, temperature=0.0)
     assert logprobs_of(f"e 1 {mode}", greedy) == NONE
     assert sampled_from(greedy) == replace(NONE, temperature=0.0)
 
 
 @pytest.mark.parametrize("engine", ["tinker 1 unverified_logprobs", "an engine", ""])
-def test_an_unknown_mode_is_not_known(engine: str) -> None:
+def test_unknown_mode_gives_an_unknown_distribution(engine: str) -> None:
     assert logprobs_of(engine, PLAIN) is None
 
 
-def test_equal_temperatures_have_one_spelling() -> None:
+def test_equal_temperatures_have_the_same_spelling() -> None:
     assert repr(TokenDistribution(temperature=1)) == repr(TokenDistribution(temperature=1.0))
     assert repr(TokenDistribution(temperature=-0.0)) == repr(TokenDistribution(temperature=0))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_grammar_is_in_the_logprobs_unless_the_engine_declares_them_to_be_from_before_it(mode: str) -> None:
+def test_grammar_counts_in_logprobs_unless_the_engine_excludes_it(mode: str) -> None:
     held = replace(PLAIN, json_schema="{}")
     assert logprobs_of(f"llamacpp 1 {mode}", held) == sampled_from(held)
     raw = logprobs_of(f"vllm 1 {mode} {BEFORE_GRAMMAR}", held)
     assert raw == (sampled_from(held) if mode == "processed_logprobs" else NONE)
 
 
-def test_logprobs_over_supports_are_those_of_engines_that_declare_them() -> None:
+def test_logprobs_over_supports_need_a_declaring_engine() -> None:
     cut = replace(PLAIN, temperature=0.6, top_k=3)
     assert logprobs_of(f"e 1 scaled_logprobs {OVER_SUPPORTS}", cut, supports=True) == sampled_from(cut)
     scaled = replace(NONE, temperature=0.6)

@@ -1,4 +1,4 @@
-"""Rows of one batch of the embedded engine against each row alone, and against each other."""
+"""Rows of a batch of the embedded engine, compared with single rows and with each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokentape.engines._transformers import TransformersEngine  # noqa: E402
 from tokentape.types import TokenIds  # noqa: E402
 
 TOLERANCE = 2e-5
-"""Of logprobs in float32, against one row alone. Seen: up to 1e-5."""
+"""Tolerance of logprobs in float32, compared with a single row. Observed: up to 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def sample_all(engine: TransformersEngine, prompts: list[TokenIds], params: Any)
 
 
 def greedy_alone(model: Any, prompt_ids: TokenIds, tokens: int) -> tuple[list[int], list[float]]:
-    """Each token from a whole forward pass over one unpadded row: slow and obvious."""
+    """Sample each token from a whole forward pass over an unpadded row: slow and simple."""
     ids: list[int] = []
     logprobs: list[float] = []
     for _ in range(tokens):
@@ -59,7 +59,7 @@ def greedy_alone(model: Any, prompt_ids: TokenIds, tokens: int) -> tuple[list[in
 
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6), tokens=st.integers(1, 6))
-def test_ragged_batches_sample_what_each_row_samples_alone(
+def test_ragged_batches_sample_the_same_as_single_rows(
     engine: TransformersEngine, model: Any, lengths: list[int], tokens: int
 ) -> None:
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
@@ -70,8 +70,8 @@ def test_ragged_batches_sample_what_each_row_samples_alone(
         np.testing.assert_allclose(got.logprobs, logprobs, atol=TOLERANCE, rtol=0)
 
 
-def test_the_prompt_ids_reach_the_model_as_they_are(untrained_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL #5239: paths that tokenize for themselves feed the model different ids."""
+def test_prompt_ids_reach_the_model_unchanged(untrained_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL #5239: paths that tokenize separately feed the model different ids."""
     from transformers import Qwen3ForCausalLM
 
     seen: list[tuple[list[int], list[int]]] = []
@@ -83,7 +83,7 @@ def test_the_prompt_ids_reach_the_model_as_they_are(untrained_dir: Path, monkeyp
         seen.extend((row.tolist(), at.tolist()) for row, at in rows)
         return original(self, *args, **kwargs)
 
-    # A new engine: nothing of the prompts is in a cache.
+    # A new engine: no prefix is cached.
     engine = TransformersEngine.open(untrained_dir)
     monkeypatch.setattr(Qwen3ForCausalLM, "__call__", noted)
     prompts = [prompt(length) for length in (5, 31, 12)]
@@ -92,7 +92,7 @@ def test_the_prompt_ids_reach_the_model_as_they_are(untrained_dir: Path, monkeyp
     asyncio.run(engine.close())
 
 
-def test_rows_of_one_batch_end_each_in_its_own_way(engine: TransformersEngine) -> None:
+def test_rows_of_a_batch_end_independently(engine: TransformersEngine) -> None:
     free = [sample(engine, prompt(4 + n), WARM).ids for n in range(3)]
     plans = [
         replace(WARM, stop_token_ids=(free[0][6],)),
@@ -110,10 +110,10 @@ def test_rows_of_one_batch_end_each_in_its_own_way(engine: TransformersEngine) -
     assert (whole.ids, whole.last.finish_reason) == (free[2], "length")
 
 
-def test_one_row_is_aborted_and_the_others_go_on(engine: TransformersEngine, log: Log) -> None:
+def test_aborted_row_does_not_affect_the_others(engine: TransformersEngine, log: Log) -> None:
     expected = sample(engine, prompt(9), replace(WARM, max_tokens=60)).ids
 
-    async def leave_one() -> tuple[Sampled, int]:
+    async def leave_call() -> tuple[Sampled, int]:
         other = asyncio.create_task(collect(engine, prompt(9), replace(WARM, max_tokens=60)))
         deltas = engine.sample(prompt(4), ENDLESS, stream=True, request_id="left")
         await anext(deltas)
@@ -122,12 +122,12 @@ def test_one_row_is_aborted_and_the_others_go_on(engine: TransformersEngine, log
         assert left.finish_reason == "abort"
         return await other, len(left.token_ids)
 
-    other, left = asyncio.run(leave_one())
+    other, left = asyncio.run(leave_call())
     assert other.ids == expected
     assert left >= 1
 
 
-def test_a_call_that_waits_can_be_given_up(untrained_dir: Path) -> None:
+def test_waiting_call_can_be_canceled(untrained_dir: Path) -> None:
     log = Log()
     engine = TransformersEngine.open(untrained_dir, max_batch=1, on_finish=log)
 
@@ -146,7 +146,7 @@ def test_a_call_that_waits_can_be_given_up(untrained_dir: Path) -> None:
     asyncio.run(engine.close())
 
 
-def test_what_the_model_folder_says_of_sampling_is_not_used(
+def test_sampling_defaults_of_the_model_folder_are_ignored(
     untrained_dir: Path, tmp_path: Path, engine: TransformersEngine
 ) -> None:
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""The same greedy requests to the embedded engine and to a real vLLM server: one prompt, the same ids."""
+"""The same greedy requests to the embedded engine and to a real vLLM server give the same ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokentape.types import TokenIds
 
 VLLM = os.environ.get("TOKENTAPE_VLLM_BIN")
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32, between different kernels for the same sums."""
+"""Tolerance of log-probabilities in float32, between different kernels for the same sums."""
 
 pytestmark = [
     pytest.mark.engines,
@@ -32,8 +32,17 @@ pytestmark = [
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     def command(port: int) -> list[str]:
         assert VLLM is not None
-        told = [VLLM, "serve", str(real.MODEL), "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
-        return [*told, "--host", "127.0.0.1", "--port", str(port)]
+        command = [
+            VLLM,
+            "serve",
+            str(real.MODEL),
+            "--served-model-name",
+            "demo",
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+        ]
+        return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with real.served(command, tmp_path_factory.mktemp("vllm") / "log", settings) as url:

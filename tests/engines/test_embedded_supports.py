@@ -1,4 +1,4 @@
-"""Which ids truncation kept, against the slow reference over a plain forward pass."""
+"""Ids that truncation kept, compared with the slow reference over a plain forward pass."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def engine(untrained_dir: Path) -> Iterator[TransformersEngine]:
 
 @dataclass
 class Drawn:
-    """Sampled tokens with all that is said of them."""
+    """Sampled tokens with all their reported data."""
 
     logits: Any
-    """Of a plain forward pass, float32 [tokens, rows]."""
+    """Logits of a plain forward pass, float32 [tokens, rows]."""
     ids: list[int]
     logprobs: list[float]
     supports: Any
@@ -60,8 +60,8 @@ def draw(engine: TransformersEngine, model: Any, params: SamplingParams, calls: 
         prompts = [prompt(9, seed) for seed in range(calls)]
         return await asyncio.gather(
             *(
-                collect(engine, one, replace(params, seed=number), request_id=str(number))
-                for number, one in enumerate(prompts)
+                collect(engine, messages, replace(params, seed=number), request_id=str(number))
+                for number, messages in enumerate(prompts)
             )
         )
 
@@ -69,7 +69,7 @@ def draw(engine: TransformersEngine, model: Any, params: SamplingParams, calls: 
         context = torch.tensor([[*prompt(9, number).tolist(), *sampled.ids]])
         supports = np.full(len(sampled.ids), b"", object)
         supports[:] = [support for delta in sampled.deltas for support in delta.supports]
-        # As the engine does, without the rows of the embedding that the tokenizer has no id for.
+        # Like the engine, without embedding rows that have no tokenizer id.
         yield Drawn(model(context).logits[0, 8:-1, :KNOWN], sampled.ids, sampled.logprobs, supports, params)
 
 
@@ -103,25 +103,25 @@ def test_ten_thousand_draws_stay_within_their_supports(
     assert tokens == 3500
 
 
-def test_an_id_that_a_support_lacks_is_found(engine: TransformersEngine, model: Any) -> None:
+def test_id_missing_from_a_support_is_detected(engine: TransformersEngine, model: Any) -> None:
     (drawn,) = draw(engine, model, TRUNCATED[1], 1)
-    found = 0
+    count = 0
     for at, (token_id, support) in enumerate(zip(drawn.ids, drawn.supports, strict=True)):
         kept = kept_ids(support)
         assert kept is not None
         for other in kept.tolist():
             damaged = drawn.supports.copy()
-            damaged[at] = pack([one for one in kept.tolist() if one != other] or [other + 1], 1000)
+            damaged[at] = pack([token_id for token_id in kept.tolist() if token_id != other] or [other + 1], 1000)
             if other == token_id:
                 with pytest.raises(InvalidRequest, match="not in its support"):
                     drawn.errors(damaged)
             else:
                 assert drawn.errors(damaged)[at] > 1e-5
-                found += 1
-    assert found > 20
+                count += 1
+    assert count > 20
 
 
-def test_supports_of_the_tokens_before_are_found(engine: TransformersEngine, model: Any) -> None:
+def test_shifted_supports_are_detected(engine: TransformersEngine, model: Any) -> None:
     (drawn,) = draw(engine, model, TRUNCATED[0], 1)
     with pytest.raises(InvalidRequest, match="same tokens"):
         drawn.errors(np.roll(drawn.supports, 1))
@@ -135,11 +135,11 @@ def test_gradients_reach_only_the_kept_ids() -> None:
     assert logits.grad[0].nonzero().ravel().tolist() == [1, 5]
     assert logits.grad[1].all()
     expected = torch.log_softmax(logits[0, [1, 5]] / 0.5, -1)[1]
-    found = renormalized_logprobs(logits, torch.tensor([5, 2]), supports, 0.5)
-    torch.testing.assert_close(found[0], expected)
+    logprobs = renormalized_logprobs(logits, torch.tensor([5, 2]), supports, 0.5)
+    torch.testing.assert_close(logprobs[0], expected)
 
 
-def test_without_truncation_there_is_none_and_more_than_the_limit_is_counted(engine: TransformersEngine) -> None:
+def test_no_support_without_truncation_and_too_large_supports_are_counted(engine: TransformersEngine) -> None:
     whole = sample(engine, prompt(9), replace(TRUNCATED[0], top_p=1.0))
     assert not any(delta.supports for delta in whole.deltas)
     greedy = sample(engine, prompt(9), replace(TRUNCATED[0], temperature=0.0))

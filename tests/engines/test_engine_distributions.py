@@ -1,4 +1,4 @@
-"""Recorded log-probabilities of each engine against a forward pass, draws and trainers; and wrong readings of them."""
+"""Recorded log-probabilities of each engine, compared with a forward pass, draws and trainers; and misreadings."""
 
 from __future__ import annotations
 
@@ -27,23 +27,28 @@ def plain_renderer() -> Renderer:
 
 
 def cell(renderer: Renderer, engine: str, rule: Rule, *, raw: bool) -> Cell:
-    """What an engine that is right gives: raw numbers, or those that tokens were sampled with."""
+    """Return the numbers of a correct engine: raw, or those that tokens were sampled with."""
     model = load(MODEL)
     reported = RAW if raw else rule
     of = OWN if raw else TokenDistribution(False, rule.temperature, rule.truncates, False)
     trajectories = []
-    for one in recorded(sampled(MODEL, renderer, rule, count=2), model, reported, of):
-        own = np.zeros(len(one.token_ids), np.float32)
-        at = np.flatnonzero(one.loss_mask)
-        own[at] = forward(model, one.token_ids)[at - 1, one.token_ids[at]]
-        trajectories.append(replace(one, columns={COLUMN: own}))
+    for trajectory in recorded(sampled(MODEL, renderer, rule, count=2), model, reported, of):
+        own = np.zeros(len(trajectory.token_ids), np.float32)
+        at = np.flatnonzero(trajectory.loss_mask)
+        own[at] = forward(model, trajectory.token_ids)[at - 1, trajectory.token_ids[at]]
+        trajectories.append(replace(trajectory, columns={COLUMN: own}))
     draws = []
     for prompt in prompts(renderer):
         rows = forward(model, prompt)[-1:]
-        likely, told = np.exp(distribution(rows, rule)[0]), distribution(rows, reported)[0]
+        likely, reported_logprobs = np.exp(distribution(rows, rule)[0]), distribution(rows, reported)[0]
         ids, counts = np.unique(np.random.default_rng(0).choice(len(likely), 2000, p=likely), return_counts=True)
-        draws.append({int(one): (int(count), float(told[one])) for one, count in zip(ids, counts, strict=True)})
-    sampling = {one.session_id: {0: {"top_p": rule.top_p}} for one in trajectories}
+        draws.append(
+            {
+                int(token_id): (int(count), float(reported_logprobs[token_id]))
+                for token_id, count in zip(ids, counts, strict=True)
+            }
+        )
+    sampling = {trajectory.session_id: {0: {"top_p": rule.top_p}} for trajectory in trajectories}
     return Cell(engine, rule.temperature, rule.top_p, trajectories, sampling, draws)
 
 
@@ -59,11 +64,11 @@ def cell(renderer: Renderer, engine: str, rule: Rule, *, raw: bool) -> Cell:
         ("embedded", Rule(1.0, top_p=0.9), False, "support-dropped", {"(a)", "(c)"}),
     ],
 )
-def test_a_right_engine_passes_and_a_wrong_reading_of_it_fails(
+def test_correct_engine_passes_and_misread_logprobs_fail(
     plain_renderer: Renderer, engine: str, rule: Rule, raw: bool, plant: str | None, letters: set[str]
 ) -> None:
     rows, off = judge([cell(plain_renderer, engine, rule, raw=raw)], plain_renderer, plant)
-    assert {one[:3] for one in off} == letters, off
+    assert {entry[:3] for entry in off} == letters, off
     assert rows[0]["tokens"] > 40
 
 
@@ -72,13 +77,13 @@ def test_draws_of_another_distribution_are_unlikely() -> None:
     counts = np.random.default_rng(0).multinomial(20_000, likely).astype(np.float64)
     assert chi_square(counts, likely) > 0.001
     assert chi_square(counts, np.array([0.52, 0.28, 0.15, 0.05])) < 0.001
-    # What was never drawn is missed, and there can't be more than all.
+    # Undrawn ids are detected, and probabilities can't sum to more than 1.
     assert chi_square(counts, likely * 0.95) < 0.001
     assert chi_square(counts, likely * 1.05) == 0.0
 
 
 @pytest.mark.slow
-def test_the_embedded_engine_is_what_it_says(tmp_path: Path) -> None:
+def test_embedded_engine_matches_its_declared_distributions(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     small = ["--engines", "embedded,embedded-raw", "--sessions", "1", "--draws", "500", "--keep", str(tmp_path)]
     assert main([*small, "--out", str(out)]) == 0, out.read_text()
@@ -91,7 +96,7 @@ def test_the_embedded_engine_is_what_it_says(tmp_path: Path) -> None:
     ("engine", "needed"),
     [("vllm", "TOKENTAPE_VLLM_BIN"), ("vllm-raw", "TOKENTAPE_VLLM_BIN"), ("sglang", "TOKENTAPE_SGLANG_SERVER")],
 )
-def test_a_real_server_is_what_it_says(tmp_path: Path, engine: str, needed: str) -> None:
+def test_real_server_matches_its_declared_distributions(tmp_path: Path, engine: str, needed: str) -> None:
     if needed not in os.environ:
         pytest.skip(f"needs {needed}")
     out = tmp_path / "out.json"

@@ -1,4 +1,4 @@
-"""The SGLang and llama.cpp engines on replies that real servers gave, recorded by `record_engines.py`."""
+"""The SGLang and llama.cpp engines on replies of real servers, recorded by `record_engines.py`."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def server() -> Iterator[FakeServer]:
 
 
 def without_names(body: Body) -> Body:
-    """A body without what is random in it."""
+    """Return a body without its random parts."""
     return {name: value for name, value in body.items() if name != "rid"}
 
 
 def slow_reading(kind: str, exchange: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of a recorded reply, by the obvious way."""
+    """Read ids and log-probabilities of a recorded reply in a simple way."""
     if kind == "llamacpp":
         reply = json.loads(exchange["reply"])
-        return reply["tokens"], [one["logprob"] for one in reply["completion_probabilities"]]
+        return reply["tokens"], [entry["logprob"] for entry in reply["completion_probabilities"]]
     text = exchange["reply"]
     if exchange["request"]["stream"]:
-        # The last event has all in a cumulative stream, which these are.
+        # These are cumulative streams: the last event has all tokens.
         text = [line for line in text.splitlines() if line.startswith("data: {")][-1].removeprefix("data: ")
     last = json.loads(text)
-    return last["output_ids"], [one[0] for one in last["meta_info"]["output_token_logprobs"]]
+    return last["output_ids"], [entry[0] for entry in last["meta_info"]["output_token_logprobs"]]
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeServer, path: Path) -> None:
+def test_recorded_reply_of_the_real_server_is_read_exactly(server: FakeServer, path: Path) -> None:
     transcript = json.loads(path.read_text())
     kind = transcript["engine"].split()[0]
     media = tuple(PromptMedia(at, length, b64decode(data)) for at, length, data in transcript.get("media", ()))
@@ -68,7 +68,7 @@ def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeServer,
 
     def answer(body: Body) -> Response:
         exchange = next(exchanges)
-        # The slot depends on what was sampled before.
+        # The slot depends on earlier calls.
         assert without_names(body) | {"id_slot": 0} == without_names(exchange["request"]) | {"id_slot": 0}
         stream = body["stream"]
         return Response(exchange["reply"], media_type="text/event-stream" if stream else "application/json")
@@ -78,10 +78,10 @@ def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeServer,
         server.answers |= {"/generate": answer, "/completion": answer}
         prompt = np.array(transcript["prompt"], np.int32)
         try:
-            given = SamplingParams(**params)
+            sampling = SamplingParams(**params)
             more: Any = {"media": media} if media else {}
             stream = transcript["stream"]
-            return [d async for d in engine.sample(prompt, given, stream=stream, request_id="replayed", **more)]
+            return [d async for d in engine.sample(prompt, sampling, stream=stream, request_id="replayed", **more)]
         finally:
             await engine.close()
 

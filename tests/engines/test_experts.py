@@ -1,4 +1,4 @@
-"""Experts that the embedded engine reports, against forward passes that route as reported."""
+"""Experts that the embedded engine reports, compared with forward passes that route as reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mixture_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def engine(mixture_dir: Path) -> Iterator[TransformersEngine]:
-    """An engine that never routes a token twice alike, but by chance."""
+    """An engine that routes each token with random noise."""
     engine = TransformersEngine.open(mixture_dir, logprobs_mode="raw_logprobs")
     route_by_chance(engine._model, seed=7)
     yield engine
@@ -50,7 +50,7 @@ def model(mixture_dir: Path) -> Any:
 
 
 def experts(sampled: Sampled) -> Any:
-    """Return the rows of a call that asked for those of all its tokens."""
+    """Return the rows of a call that requested rows of all its tokens."""
     (payload,) = sampled.last.payloads
     assert (payload.name, payload.start) == ("routed_experts", 0)
     assert all(not delta.payloads for delta in sampled.deltas[:-1])
@@ -58,14 +58,12 @@ def experts(sampled: Sampled) -> Any:
 
 
 def apart(model: Any, prompt_ids: TokenIds, sampled: Sampled, rows: Any = None) -> float:
-    """Return how far the engine's logprobs are from those of a forward pass that routes as `rows` has it."""
+    """Return the largest difference of the engine's logprobs from a forward pass routed by `rows`."""
     own = replayed(model, [*prompt_ids.tolist(), *sampled.ids], rows)[len(prompt_ids) - 1 :]
     return float((own - torch.tensor(sampled.logprobs)).abs().max())
 
 
-def test_a_forward_pass_routed_as_reported_gives_the_logprobs_and_another_does_not(
-    engine: TransformersEngine, model: Any
-) -> None:
+def test_only_routing_as_reported_reproduces_the_logprobs(engine: TransformersEngine, model: Any) -> None:
     sampled = sample(engine, prompt(9), ROUTED)
     rows = experts(sampled)
     assert rows.shape == (9 + len(sampled.ids) - 1, 2, 2)
@@ -75,32 +73,30 @@ def test_a_forward_pass_routed_as_reported_gives_the_logprobs_and_another_does_n
     assert apart(model, prompt(9), sampled, np.roll(rows, 1, axis=0)) > 1e-2
 
 
-def test_scores_that_another_thread_computes_are_not_taken_for_a_calls_experts(model: Any) -> None:
+def test_experts_of_scoring_in_another_thread_are_not_mixed_in(model: Any) -> None:
     ids = torch.arange(5)[None]
-    with chosen_experts(expert_layers(model)) as found:
+    with chosen_experts(expert_layers(model)) as experts:
         other = threading.Thread(target=model, args=(ids,))
         other.start()
         other.join()
-        assert found == []
+        assert experts == []
         model(ids)
-    assert [rows.shape for rows in found] == [(5, 2)] * 2
+    assert [rows.shape for rows in experts] == [(5, 2)] * 2
 
 
-def test_calls_that_share_a_batch_have_their_own_rows(engine: TransformersEngine, model: Any) -> None:
+def test_calls_in_a_shared_batch_have_separate_rows(engine: TransformersEngine, model: Any) -> None:
     prompts = [prompt(length) for length in (5, 30, 11, 2, 5)]
 
     async def all_calls() -> list[Sampled]:
-        calls = (collect(engine, one, ROUTED, request_id=str(n)) for n, one in enumerate(prompts))
+        calls = (collect(engine, prompt_ids, ROUTED, request_id=str(n)) for n, prompt_ids in enumerate(prompts))
         return await asyncio.gather(*calls)
 
     for _ in range(2):  # the second time, all prompts are cached
-        for one, sampled in zip(prompts, asyncio.run(all_calls()), strict=True):
-            assert apart(model, one, sampled, experts(sampled)) < 1e-5
+        for prompt_ids, sampled in zip(prompts, asyncio.run(all_calls()), strict=True):
+            assert apart(model, prompt_ids, sampled, experts(sampled)) < 1e-5
 
 
-def test_a_turn_after_another_reports_the_tokens_that_no_call_has_reported(
-    engine: TransformersEngine, model: Any
-) -> None:
+def test_later_turn_reports_the_tokens_not_yet_reported(engine: TransformersEngine, model: Any) -> None:
     first = sample(engine, prompt(9), ROUTED)
     context = np.array([*prompt(9).tolist(), *first.ids, 4, 5, 6], np.int32)
     start = len(context) - 4
@@ -110,14 +106,14 @@ def test_a_turn_after_another_reports_the_tokens_that_no_call_has_reported(
     assert apart(model, context, second, np.concatenate([experts(first), payload.rows])) < 1e-5
 
 
-def test_a_call_that_is_interrupted_has_the_rows_of_what_it_sampled(engine: TransformersEngine, model: Any) -> None:
+def test_interrupted_call_has_the_rows_of_its_sampled_tokens(engine: TransformersEngine, model: Any) -> None:
     async def cut() -> Sampled:
         deltas = []
         async for delta in engine.sample(prompt(9), replace(ENDLESS, payloads_from=0), stream=True, request_id="cut"):
             deltas.append(delta)
             engine.interrupt("cut")
         return Sampled(
-            [i for one in deltas for i in one.token_ids], [x for one in deltas for x in one.logprobs], deltas
+            [i for item in deltas for i in item.token_ids], [x for item in deltas for x in item.logprobs], deltas
         )
 
     sampled = asyncio.run(cut())
@@ -126,7 +122,7 @@ def test_a_call_that_is_interrupted_has_the_rows_of_what_it_sampled(engine: Tran
     assert apart(model, prompt(9), sampled, experts(sampled)) < 1e-5
 
 
-def test_rows_go_on_after_new_weights(engine: TransformersEngine, mixture_dir: Path, model: Any) -> None:
+def test_rows_continue_after_new_weights(engine: TransformersEngine, mixture_dir: Path, model: Any) -> None:
     asyncio.run(engine.push_weights(model.state_dict().items(), "1"))
     sampled = sample(engine, prompt(9), ROUTED)
     assert sampled.last.weight_version == "1"
@@ -134,7 +130,7 @@ def test_rows_go_on_after_new_weights(engine: TransformersEngine, mixture_dir: P
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Olmoe", pytest.param("Qwen2Moe", marks=pytest.mark.slow)])
-def test_other_mixtures_report_what_their_routers_choose(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_other_moe_models_report_the_choices_of_their_routers(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(str(write_mixture(tmp_path / "mixture", kind) / "tokenizer.json"))
     engine = TransformersEngine.open(tmp_path / "mixture")
     sampled = sample(engine, prompt(9), ROUTED)

@@ -41,7 +41,7 @@ def engine_of(result: Any, **options: Any) -> FunctionEngine:
 
 
 async def sampled(engine: FunctionEngine, params: SamplingParams = PARAMS) -> SampleDelta:
-    (delta,) = [one async for one in engine.sample(PROMPT, params, stream=True, request_id="r")]
+    (delta,) = [delta async for delta in engine.sample(PROMPT, params, stream=True, request_id="r")]
     return delta
 
 
@@ -54,16 +54,16 @@ async def sampled(engine: FunctionEngine, params: SamplingParams = PARAMS) -> Sa
         (SampleDelta((3,), (-0.5,), "abort"), "abort", None),
     ],
 )
-def test_a_completion_ends_as_its_ids_or_the_function_say(returned: Any, reason: str, stop: int | None) -> None:
+def test_completion_ends_by_its_ids_or_as_the_function_reports(returned: Any, reason: str, stop: int | None) -> None:
     delta = asyncio.run(sampled(engine_of(returned)))
     assert (delta.finish_reason, delta.stop) == (reason, stop)
-    given = returned if isinstance(returned, SampleDelta) else SampleDelta(*map(tuple, returned))
-    assert (delta.token_ids, delta.logprobs) == (given.token_ids, given.logprobs)
-    assert delta.weight_version == given.weight_version
+    expected_delta = returned if isinstance(returned, SampleDelta) else SampleDelta(*map(tuple, returned))
+    assert (delta.token_ids, delta.logprobs) == (expected_delta.token_ids, expected_delta.logprobs)
+    assert delta.weight_version == expected_delta.weight_version
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (([3, 3], [-0.5, -0.5]), "without a stop id at the end"),
         (([3, 2], [-0.5]), "1 log-probabilities for 2 ids"),
@@ -80,14 +80,14 @@ def test_a_completion_ends_as_its_ids_or_the_function_say(returned: Any, reason:
         (SampleDelta((3,), (-0.5,), "abort", supports=(b"kept",)), "a support that can't be read"),
     ],
 )
-def test_what_can_not_be_recorded_is_refused(returned: Any, said: str) -> None:
-    with pytest.raises(EngineContractError, match=said):
+def test_returned_values_that_can_not_be_recorded_are_refused(returned: Any, message: str) -> None:
+    with pytest.raises(EngineContractError, match=message):
         asyncio.run(
             sampled(engine_of(returned, sampling=frozenset({"top_k", "supports", "stop_token_ids"})), WITH_SUPPORTS)
         )
 
 
-def test_supports_and_payloads_are_passed_on_only_if_they_were_asked_for() -> None:
+def test_supports_and_payloads_are_passed_on_only_if_requested() -> None:
     spans = (WeightSpan("1", 0, 1), WeightSpan("2", 1, 2))
     rows = (Payload("routed_experts", 0, np.zeros((3, 2))),)
     returned = SampleDelta((3, 7), (-0.5, -0.5), "abort", weight_spans=spans, supports=(KEPT, b""), payloads=rows)
@@ -106,11 +106,11 @@ def test_supports_and_payloads_are_passed_on_only_if_they_were_asked_for() -> No
         (RuntimeError("the secret prompt"), EngineError),
     ],
 )
-def test_errors_are_the_engine_s_and_hold_no_text_of_the_function(raised: Exception, kind: type[Exception]) -> None:
-    with pytest.raises(kind) as found:
+def test_errors_are_engine_errors_without_text_of_the_function(raised: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
         asyncio.run(sampled(engine_of(raised)))
-    assert type(found.value) is kind
-    assert "secret" not in str(found.value)
+    assert type(caught.value) is kind
+    assert "secret" not in str(caught.value)
 
 
 def test_parameters_that_the_function_does_not_honor_are_refused() -> None:
@@ -133,7 +133,7 @@ def test_the_budget_ends_with_the_context() -> None:
 
 
 def in_thread(work: Callable[[], Awaitable[None]]) -> None:
-    """Run in an event loop of another thread, as a gateway does."""
+    """Run an event loop in another thread, as a gateway does."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -149,7 +149,7 @@ def in_thread(work: Callable[[], Awaitable[None]]) -> None:
         raise failed[0]
 
 
-def test_the_function_runs_in_the_loop_where_the_engine_was_made_and_is_cancelled_there() -> None:
+def test_function_runs_and_is_canceled_in_the_engine_s_event_loop() -> None:
     async def main() -> None:
         loops: list[object] = []
         began, cancelled = asyncio.Event(), asyncio.Event()

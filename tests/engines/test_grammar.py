@@ -1,7 +1,7 @@
 """Completions of the embedded engine under a schema or a structural tag, with llguidance.
 
-The oracle does not share its masks. Of a language with few texts it writes every text down: an id may follow if a text
-begins with what is there and the id's bytes. All other replies are judged by jsonschema and by the parser of calls.
+The oracle does not share its masks. It lists every text of a small language: an id may follow if a text begins with the
+prefix and the id's bytes. jsonschema and the parser of calls check all other replies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokentape.engines._transformers import TransformersEngine
 from tokentape.errors import EngineError, InvalidRequest, UnsupportedParameter
 
 WORDS = ["red", "re", "reddish brown", "dark blue", "dark", 'a\\b "c"', "17", "1", "-1.5e3", ""]
-"""Some are the beginning of others."""
+"""Some texts are prefixes of others."""
 WORD = {"enum": WORDS}
 OBJECT = {
     "type": "object",
@@ -79,7 +79,7 @@ class Case:
         self.prompt = renderer.render([{"role": "user", "content": text}], setup).ids
         self.stop_ids = tuple(sorted(renderer.stop_ids(setup)))
         self.params = SamplingParams(max_tokens=120, stop_token_ids=self.stop_ids, **fields)
-        self.pieces = [renderer.tokenizer.token_bytes(one) for one in range(renderer.tokenizer.vocab_size)]
+        self.pieces = [renderer.tokenizer.token_bytes(token_id) for token_id in range(renderer.tokenizer.vocab_size)]
         self.controls = {control.id for control in renderer.tokenizer.controls}
 
     async def replies(self, engine: TransformersEngine, count: int, first: int = 0) -> list[Sampled]:
@@ -101,27 +101,27 @@ class Case:
         return asyncio.run(run())
 
     def text(self, reply: Sampled) -> str:
-        """The text of a reply that ended by itself, without its stop id."""
+        """Return the text of a reply that ended by itself, without its stop id."""
         assert reply.last.finish_reason == "stop"
         assert reply.ids[-1] in self.stop_ids
-        return b"".join(self.pieces[one] for one in reply.ids[:-1]).decode()
+        return b"".join(self.pieces[token_id] for token_id in reply.ids[:-1]).decode()
 
 
 def next_ids(case: Case, texts: Sequence[bytes], before: bytes) -> list[int]:
-    """Every id after which a text is still possible, one by one; a stop id after a whole text."""
+    """Return every id after which a text is still possible; stop ids after a whole text."""
     rests = [text[len(before) :] for text in texts if text.startswith(before)]
-    found = [
-        one
-        for one, piece in enumerate(case.pieces)
-        if piece and one not in case.controls and any(rest.startswith(piece) for rest in rests)
+    allowed = [
+        token_id
+        for token_id, piece in enumerate(case.pieces)
+        if piece and token_id not in case.controls and any(rest.startswith(piece) for rest in rests)
     ]
-    return [*found, *(case.stop_ids if b"" in rests else ())]
+    return [*allowed, *(case.stop_ids if b"" in rests else ())]
 
 
 def assert_masked(
     case: Case, forward: Any, reply: Sampled, texts: Sequence[bytes], masks: dict[bytes, list[int]], scale: float = 1.0
 ) -> None:
-    """Each id is one that may follow, and its logprob that of a forward pass over the ids that may."""
+    """Check that each id is allowed, and that its logprob is of a forward pass over the allowed ids."""
     own = forward(np.concatenate([case.prompt, np.array(reply.ids, np.int32)]))[len(case.prompt) - 1 : -1]
     before = b""
     for row, token_id, logprob in zip(own, reply.ids, reply.logprobs, strict=True):
@@ -140,7 +140,7 @@ def spelled(words: Sequence[str]) -> list[bytes]:
 
 @pytest.mark.parametrize("count", [12, pytest.param(350, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", PROMPTS)
-def test_no_draw_leaves_the_grammar_and_logprobs_are_those_of_a_masked_forward_pass(
+def test_draws_follow_the_grammar_with_logprobs_of_a_masked_forward_pass(
     renderer: Renderer, forward: Any, text: str, count: int
 ) -> None:
     case = Case(renderer, text, json_schema=json.dumps(WORD))
@@ -153,7 +153,7 @@ def test_no_draw_leaves_the_grammar_and_logprobs_are_those_of_a_masked_forward_p
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "scaled_logprobs", "processed_logprobs"])
-def test_every_mode_s_logprobs_are_those_among_the_ids_that_the_grammar_allows(
+def test_every_mode_normalizes_logprobs_over_the_allowed_ids(
     renderer: Renderer, forward: Any, mode: LogprobsMode
 ) -> None:
     case = Case(renderer, temperature=0.7, json_schema=json.dumps(WORD))
@@ -164,7 +164,7 @@ def test_every_mode_s_logprobs_are_those_among_the_ids_that_the_grammar_allows(
     assert declared.grammar
 
 
-def test_the_mask_of_the_position_before_is_noticed(
+def test_mask_of_the_previous_position_is_detected(
     renderer: Renderer, forward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = Constraint.allowed
@@ -185,7 +185,7 @@ def test_the_mask_of_the_position_before_is_noticed(
 
 @pytest.mark.parametrize("count", [12, pytest.param(350, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", PROMPTS)
-def test_every_reply_that_ends_follows_its_schema(renderer: Renderer, text: str, count: int) -> None:
+def test_finished_replies_follow_their_schema(renderer: Renderer, text: str, count: int) -> None:
     case = Case(renderer, text, json_schema=json.dumps(OBJECT))
     replies = case.sampled(count)
     ended = [reply for reply in replies if reply.last.finish_reason == "stop"]
@@ -198,14 +198,14 @@ def test_every_reply_that_ends_follows_its_schema(renderer: Renderer, text: str,
         jsonschema.validate(json.loads(case.text(reply)), OBJECT)
 
 
-def test_control_tokens_do_not_stand_for_their_text(renderer: Renderer) -> None:
+def test_control_tokens_do_not_count_as_their_text(renderer: Renderer) -> None:
     case = Case(renderer, temperature=8.0, json_schema=json.dumps({"type": "string"}))
     replies = case.sampled(examples(20))
-    assert not case.controls & {one for reply in replies for one in reply.ids[:-1]}
+    assert not case.controls & {token_id for reply in replies for token_id in reply.ids[:-1]}
     assert max(len(reply.ids) for reply in replies) > 20
 
 
-def test_a_reply_without_a_constraint_is_the_same_beside_one_that_has_one(renderer: Renderer) -> None:
+def test_constraints_of_other_rows_do_not_change_a_reply(renderer: Renderer) -> None:
     held = Case(renderer, json_schema=json.dumps(WORD))
     free = Case(renderer)
 
@@ -220,7 +220,7 @@ def test_a_reply_without_a_constraint_is_the_same_beside_one_that_has_one(render
     assert [reply.ids for reply in alone] == [reply.ids for reply in beside]
 
 
-def test_ids_that_truncation_kept_are_among_those_that_the_grammar_allows(renderer: Renderer, forward: Any) -> None:
+def test_truncation_supports_lie_within_the_grammar(renderer: Renderer, forward: Any) -> None:
     case = Case(renderer, json_schema=json.dumps(WORD), top_k=2)
     for reply in case.sampled(10):
         before = b""
@@ -240,10 +240,10 @@ def test_ids_that_truncation_kept_are_among_those_that_the_grammar_allows(render
         {"$ref": "#/nowhere"},
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_refused(renderer: Renderer, schema: Any) -> None:
+def test_unsupported_schema_is_refused(renderer: Renderer, schema: Any) -> None:
     with pytest.raises(InvalidRequest, match="can't follow this JSON Schema") as refused:
         Case(renderer, json_schema=json.dumps(schema)).sampled(1)
-    # llguidance's message goes on with the whole grammar.
+    # llguidance's message also contains the whole grammar.
     assert "x-guidance" not in str(refused.value)
 
 
@@ -254,9 +254,7 @@ def test_a_constraint_needs_a_stop_id(renderer: Renderer) -> None:
         case.sampled(1)
 
 
-def test_a_constraint_that_allows_no_id_fails_its_own_call_only(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constraint_that_allows_no_id_fails_only_its_call(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constraint, "problem", "llguidance gave up")
     monkeypatch.setattr(Constraint, "allowed", lambda self, rows: np.zeros(rows, np.bool_))
     free, held = Case(renderer), Case(renderer, json_schema=json.dumps(WORD))
@@ -282,17 +280,19 @@ def test_without_llguidance_the_engine_follows_no_constraint(
         Case(renderer, json_schema=json.dumps(WORD)).sampled(1)
 
 
-def test_a_format_that_no_tag_of_ours_has_is_refused() -> None:
+def test_unsupported_structural_tag_format_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="qwen_xml"):
         lark({"type": "qwen_xml"})
 
 
 def walks(renderer: Renderer, tag: str, stop_ids: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Replies drawn at random from the ids that a tag allows. Ends are preferred: random text would hardly ever end."""
-    pieces = [renderer.tokenizer.token_bytes(one) for one in range(renderer.tokenizer.vocab_size)]
+    """Draw random replies from the ids that a tag allows. Prefer ends: random text would hardly ever end."""
+    pieces = [renderer.tokenizer.token_bytes(token_id) for token_id in range(renderer.tokenizer.vocab_size)]
     # Some vocabularies have hundreds of control tokens that nothing uses.
     controls = {*stop_ids, *(int(token_id) for token_id in re.findall(r'"token": (\d+)', tag))}
-    ends = np.array([one in controls or (p and not p.strip(b' \n"}{][,:')) for one, p in enumerate(pieces)], np.bool_)
+    ends = np.array(
+        [token_id in controls or (p and not p.strip(b' \n"}{][,:')) for token_id, p in enumerate(pieces)], np.bool_
+    )
     grammars, random = Grammars(Tokenizer.from_str(json.dumps(renderer.tokenizer._spec))), np.random.default_rng(0)
     params = SamplingParams(max_tokens=1, structural_tag=tag, stop_token_ids=tuple(stop_ids))
     for _ in range(count):
@@ -311,7 +311,7 @@ def walks(renderer: Renderer, tag: str, stop_ids: Sequence[int], count: int) -> 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("template", EVERY_TEMPLATE)
-def test_every_reply_that_a_tag_lets_through_is_read_as_the_calls(template: str) -> None:
+def test_replies_allowed_by_a_tag_parse_as_the_calls(template: str) -> None:
     renderer = load_renderer(template)
     setup = renderer.setup(TOOLS)
     question = renderer.format(setup).question

@@ -1,4 +1,4 @@
-"""An engine whose server may come to serve another model: when it is looked at, and what becomes of calls."""
+"""An engine whose server may switch to another model: when it is checked, and the results of calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OK, OTHER = ModelCheck("ok"), ModelCheck("refused", "it has other ids")
 
 
 class Looked:
-    """Looks that find what they are told to, counted."""
+    """A model check with a set result, counted."""
 
     def __init__(self) -> None:
         self.found = OK
@@ -52,7 +52,7 @@ class Looked:
 
 
 class Server(StandIn):
-    """A stand-in that may end each connection after one reply, and has a `--logprobs-mode`."""
+    """A fake server that may end each connection after a reply, and has a `--logprobs-mode`."""
 
     hangs_up = False
     processed = False
@@ -62,7 +62,7 @@ class Server(StandIn):
             return super()._completion(body)
         events = fake_vllm.sampled_events(body)
         for event in events[:-1]:
-            # One id is left, so that there are no alternatives to it.
+            # Only one id is left, so there are no alternatives.
             logprobs = event["choices"][0]["logprobs"]
             logprobs |= {"token_logprobs": [0.0], "top_logprobs": [{logprobs["tokens"][0]: 0.0}]}
         return fake_vllm.streaming(fake_vllm.sse(events)) if body["stream"] else JSONResponse(fake_vllm.whole(events))
@@ -89,13 +89,13 @@ def looked() -> Looked:
     return Looked()
 
 
-async def open_one(url: str, looked: Looked, **options: Any) -> GuardedEngine:
+async def open_engine(url: str, looked: Looked, **options: Any) -> GuardedEngine:
     return await GuardedEngine.open(await VllmEngine.open(url, vocab_size=4000), "vllm", looked.look, **options)
 
 
 @asynccontextmanager
 async def opened(url: str, looked: Looked, **options: Any) -> AsyncGenerator[GuardedEngine, None]:
-    engine = await open_one(url, looked, **options)
+    engine = await open_engine(url, looked, **options)
     try:
         yield engine
     finally:
@@ -103,10 +103,10 @@ async def opened(url: str, looked: Looked, **options: Any) -> AsyncGenerator[Gua
 
 
 async def call(engine: GuardedEngine) -> SampleDelta:
-    return [one async for one in engine.sample(PROMPT, PARAMS, stream=True, request_id="q")][-1]
+    return [delta async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="q")][-1]
 
 
-def test_a_server_is_looked_at_once_as_long_as_nothing_changes(server: Server, looked: Looked) -> None:
+def test_server_is_checked_once_while_nothing_changes(server: Server, looked: Looked) -> None:
     async def run() -> None:
         async with opened(url, looked) as engine:
             lasts = [await call(engine) for _ in range(3)]
@@ -121,16 +121,16 @@ def test_a_server_is_looked_at_once_as_long_as_nothing_changes(server: Server, l
 def test_a_server_of_another_model_is_refused(server: Server, looked: Looked) -> None:
     looked.found = OTHER
     with running(server.app) as url, pytest.raises(InvalidRequest, match=r"different model: it has other ids$"):
-        asyncio.run(open_one(url, looked))
+        asyncio.run(open_engine(url, looked))
 
 
 @pytest.mark.parametrize(
-    ("found", "options"), [(ModelCheck("unverified", "it does not say"), {}), (OTHER, {"refuse": False})]
+    ("check", "options"), [(ModelCheck("unverified", "it does not say"), {}), (OTHER, {"refuse": False})]
 )
-def test_what_is_not_known_stands_in_the_name_of_the_engine(
-    server: Server, looked: Looked, found: ModelCheck, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_unverified_model_is_marked_in_the_engine_name(
+    server: Server, looked: Looked, check: ModelCheck, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    looked.found = found
+    looked.found = check
 
     async def run() -> None:
         async with opened(url, looked, **options) as engine:
@@ -140,10 +140,10 @@ def test_what_is_not_known_stands_in_the_name_of_the_engine(
 
     with running(server.app) as url:
         asyncio.run(run())
-    assert found.reason in caplog.text
+    assert check.reason in caplog.text
 
 
-def test_a_server_that_does_not_answer_in_time_is_not_known(
+def test_server_that_does_not_answer_in_time_is_unverified(
     server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "FIRST_LOOK_SECONDS", 0.05)
@@ -154,7 +154,7 @@ def test_a_server_that_does_not_answer_in_time_is_not_known(
             assert UNVERIFIED in engine.info.capabilities
             looked.hangs = False
             monkeypatch.setattr(guarded, "LOOK_SECONDS", PATIENCE)
-            # What could not be found out is tried again, before the next completion ends.
+            # An undetermined mode is tried again before the next completion ends.
             last = await call(engine)
             assert last.engine is not None
             assert UNVERIFIED not in last.engine
@@ -163,15 +163,15 @@ def test_a_server_that_does_not_answer_in_time_is_not_known(
         asyncio.run(run())
 
 
-def test_a_server_that_was_restarted_is_looked_at_again(server: Server, looked: Looked) -> None:
+def test_restarted_server_is_checked_again(server: Server, looked: Looked) -> None:
     async def run() -> None:
         with running(server.app) as url:
-            engine = await open_one(url, looked)
+            engine = await open_engine(url, looked)
             await call(engine)
         port = int(url.rpartition(":")[2])
         looked.found = OTHER
         with running(server.app, port=port):
-            # The first may find out only by sending that its connection is gone.
+            # The first call may notice only when sending that its connection is closed.
             with pytest.raises(EngineUnavailable):
                 await call(engine)
             for ask in (call, call, GuardedEngine.check):
@@ -195,12 +195,12 @@ async def mode_of_a_call(engine: GuardedEngine) -> TokenDistribution | None:
     return logprobs_of(last.engine, replace(PARAMS, temperature=0.5))
 
 
-def test_a_server_that_was_restarted_in_another_logprobs_mode_is_recorded_under_the_new_one(
+def test_restart_in_another_logprobs_mode_is_recorded(
     server: Server, looked: Looked, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
         with running(server.app) as url:
-            engine = await open_one(url, looked)
+            engine = await open_engine(url, looked)
             assert await mode_of_a_call(engine) == RAW
         server.processed = True
         with running(server.app, port=int(url.rpartition(":")[2])):
@@ -213,7 +213,7 @@ def test_a_server_that_was_restarted_in_another_logprobs_mode_is_recorded_under_
     assert "changed from raw_logprobs to processed_logprobs" in caplog.text
 
 
-def test_the_mode_is_asked_again_with_other_weights(server: Server, looked: Looked) -> None:
+def test_logprobs_mode_is_checked_again_with_other_weights(server: Server, looked: Looked) -> None:
     version = "1"
 
     async def run() -> None:
@@ -229,7 +229,7 @@ def test_the_mode_is_asked_again_with_other_weights(server: Server, looked: Look
         asyncio.run(run())
 
 
-def test_a_mode_that_can_not_be_found_out_any_more_is_not_known(
+def test_mode_that_can_no_longer_be_determined_is_unknown(
     server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = "1"
@@ -251,7 +251,7 @@ def test_a_mode_that_can_not_be_found_out_any_more_is_not_known(
         asyncio.run(run())
 
 
-def test_connections_made_anew_while_others_live_are_no_restart(server: Server, looked: Looked) -> None:
+def test_new_connections_beside_live_ones_are_no_restart(server: Server, looked: Looked) -> None:
     async def run() -> None:
         async with opened(url, looked) as engine:
             await asyncio.gather(*(call(engine) for _ in range(8)))
@@ -261,7 +261,7 @@ def test_connections_made_anew_while_others_live_are_no_restart(server: Server, 
     assert looked.count == 1
 
 
-def test_a_server_that_keeps_no_connection_is_looked_at_each_time(server: Server, looked: Looked) -> None:
+def test_server_without_kept_connections_is_checked_each_time(server: Server, looked: Looked) -> None:
     server.hangs_up = True
 
     async def run() -> None:
@@ -274,26 +274,26 @@ def test_a_server_that_keeps_no_connection_is_looked_at_each_time(server: Server
     assert looked.count == 3
 
 
-async def told_by_the_server(server: Server, engine: GuardedEngine, version: str) -> None:
+async def call_with_version(server: Server, engine: GuardedEngine, version: str) -> None:
     server.weight_version = version
     await call(engine)
 
 
-def test_other_weights_are_looked_at_before_their_first_completion_ends(server: Server, looked: Looked) -> None:
+def test_new_weights_are_checked_before_their_first_completion_ends(server: Server, looked: Looked) -> None:
     async def run() -> None:
         async with opened(url, looked) as engine:
-            await told_by_the_server(server, engine, "1")
-            await told_by_the_server(server, engine, "1")
+            await call_with_version(server, engine, "1")
+            await call_with_version(server, engine, "1")
             assert looked.count == 1
             looked.found = OTHER
             with pytest.raises(EngineUnavailable, match="other ids"):
-                await told_by_the_server(server, engine, "2")
+                await call_with_version(server, engine, "2")
 
     with running(server.app) as url:
         asyncio.run(run())
 
 
-def test_weights_that_only_the_trainer_names_are_looked_at_too(server: Server, looked: Looked) -> None:
+def test_weights_named_only_by_the_trainer_are_checked(server: Server, looked: Looked) -> None:
     version: list[str | None] = [None]
 
     async def run() -> None:
@@ -317,7 +317,7 @@ async def called(engine: GuardedEngine) -> None:
 
 
 @pytest.mark.parametrize("ask", [checked, called])
-def test_a_server_that_names_other_models_is_looked_at(
+def test_server_with_changed_model_names_is_checked(
     server: Server,
     looked: Looked,
     ask: Callable[[GuardedEngine], Coroutine[None, None, None]],
@@ -337,7 +337,7 @@ def test_a_server_that_names_other_models_is_looked_at(
         asyncio.run(run())
 
 
-def test_calls_that_end_together_wait_for_one_look(server: Server, looked: Looked) -> None:
+def test_calls_that_end_together_share_a_check(server: Server, looked: Looked) -> None:
     server.weight_version = "1"
 
     async def run() -> None:
@@ -351,9 +351,7 @@ def test_calls_that_end_together_wait_for_one_look(server: Server, looked: Looke
     assert looked.count == 2
 
 
-def test_a_begun_call_that_is_not_read_is_closed_with_its_deltas(
-    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_call_is_closed_with_its_deltas(server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
     async def sampled() -> AsyncGenerator[SampleDelta, None]:
@@ -379,25 +377,25 @@ def test_a_begun_call_that_is_not_read_is_closed_with_its_deltas(
         asyncio.run(run())
 
 
-def test_one_replica_of_another_model_keeps_the_pool_from_opening(server: Server, looked: Looked) -> None:
-    wrong_one = Looked()
-    wrong_one.found = OTHER
+def test_pool_with_a_replica_of_another_model_does_not_open(server: Server, looked: Looked) -> None:
+    mismatched = Looked()
+    mismatched.found = OTHER
 
     with running(server.app) as url, pytest.raises(InvalidRequest, match="other ids"):
-        asyncio.run(EnginePool.open({"a": lambda: open_one(url, looked), "b": lambda: open_one(url, wrong_one)}))
+        asyncio.run(EnginePool.open({"a": lambda: open_engine(url, looked), "b": lambda: open_engine(url, mismatched)}))
 
 
-def test_a_pool_with_a_replica_that_is_not_known_says_so(server: Server, looked: Looked) -> None:
+def test_pool_with_an_unverified_replica_is_marked(server: Server, looked: Looked) -> None:
     silent = Looked()
     silent.found = ModelCheck("unverified")
 
     async def run() -> None:
-        pool = await EnginePool.open({"a": lambda: open_one(url, looked), "b": lambda: open_one(url, silent)})
+        pool = await EnginePool.open({"a": lambda: open_engine(url, looked), "b": lambda: open_engine(url, silent)})
         assert UNVERIFIED in pool.info.capabilities
         names = set()
         for session in range(16):
             params = SamplingParams(max_tokens=3, session_id=f"s{session}")
-            deltas = [one async for one in pool.sample(PROMPT, params, stream=True, request_id="q")]
+            deltas = [delta async for delta in pool.sample(PROMPT, params, stream=True, request_id="q")]
             names.add(UNVERIFIED in str(deltas[-1].engine))
         assert names == {True, False}
         await pool.close()

@@ -1,4 +1,4 @@
-"""The HTTP client against a bare socket server, so that every byte and every break is the test's own."""
+"""The HTTP client with a bare socket server, so that tests control every byte and every break."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Peer:
-    """What the socket server has seen."""
+    """Requests and connections of the socket server."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -48,7 +48,7 @@ class Peer:
 
 @asynccontextmanager
 async def serving(script: Script) -> AsyncIterator[Peer]:
-    """A server that reads one request after another per connection and lets `script` answer each."""
+    """Run a server that reads requests in sequence per connection and lets `script` answer each."""
     peer = Peer()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -93,7 +93,7 @@ def answering(*pieces: bytes, then: str = "close", pause: float = 0.0) -> Script
         if then == "stall":
             await reader.read()
         if then == "reset":
-            await asyncio.sleep(0.02)  # let the pieces arrive; a reset discards what is on the way
+            await asyncio.sleep(0.02)  # let the pieces arrive; a reset discards bytes in transit
             sock = writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
             writer.transport.abort()
@@ -109,7 +109,7 @@ def reply(status: int, body: bytes = b"", *headers: bytes) -> bytes:
 
 
 def call(script: Script, use: Callable[[HttpClient, Peer], Awaitable[Any]], **client: Any) -> Any:
-    """What `use` returns of a client of a server that follows `script`."""
+    """Return the result of `use` with a client of a server that follows `script`."""
 
     async def main() -> Any:
         async with serving(script) as peer:
@@ -149,7 +149,7 @@ async def events(client: HttpClient, peer: Peer) -> list[bytes]:
     ],
 )
 @pytest.mark.parametrize("use", [post, events])
-def test_each_status_becomes_its_error_and_no_text_of_the_body_is_repeated(
+def test_each_status_maps_to_its_error_without_text_of_the_body(
     status: int, error: type[TokentapeError], retry: bool, use: Callable[..., Any]
 ) -> None:
     body = json.dumps({"error": {"message": SECRET, "type": "SomeError", "param": f"x: {SECRET}"}}).encode()
@@ -162,20 +162,20 @@ def test_each_status_becomes_its_error_and_no_text_of_the_body_is_repeated(
     assert SECRET not in str(caught.value)
 
 
-def test_the_parameter_that_the_engine_names_is_the_one_of_the_error() -> None:
+def test_error_names_the_parameter_that_the_engine_names() -> None:
     body = b'{"error": {"type": "BadRequestError", "param": "logprobs"}}'
     with pytest.raises(InvalidRequest) as caught:
         call(answering(reply(400, body)), post)
     assert caught.value.param == "logprobs"
 
 
-def test_an_error_page_that_is_not_json_is_still_an_error_of_its_status() -> None:
+def test_error_page_that_is_not_json_raises_the_error_of_its_status() -> None:
     with pytest.raises(EngineUnavailable):
         call(answering(reply(503, b"<html>\xff")), post)
 
 
 @pytest.mark.parametrize("then", ["stalls", "breaks off"])
-def test_an_error_body_that_does_not_come_leaves_its_status(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_error_body_raises_the_error_of_its_status(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_ERROR_BODY_SECONDS", 0.05)
 
     async def half(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -201,7 +201,7 @@ def test_an_error_body_that_does_not_come_leaves_its_status(then: str, monkeypat
         (b"Wed, 99 Oct 2015 07:28:00 GMT", None),
     ],
 )
-def test_the_client_waits_as_the_engine_asks(status: int, value: bytes, seconds: float | None) -> None:
+def test_client_waits_as_long_as_retry_after(status: int, value: bytes, seconds: float | None) -> None:
     with pytest.raises(EngineUnavailable) as caught:
         call(answering(reply(status, b"", b"retry-after: " + value)), post)
     assert caught.value.retry_after == seconds
@@ -209,7 +209,7 @@ def test_the_client_waits_as_the_engine_asks(status: int, value: bytes, seconds:
 
 
 @pytest.mark.parametrize("use", [post, events])
-def test_a_compressed_reply_is_against_the_contract(use: Callable[..., Any]) -> None:
+def test_compressed_reply_is_a_contract_error(use: Callable[..., Any]) -> None:
     compressed = reply(200, gzip.compress(b"{}"), b"content-encoding: gzip")
     with pytest.raises(EngineContractError, match=r"content-encoding \(gzip\)"):
         call(answering(compressed), use)
@@ -225,7 +225,7 @@ def test_a_redirect_is_not_followed() -> None:
     assert call(answering(reply(307, b"", b"location: /elsewhere"), then="keep"), use) == 1
 
 
-def test_nobody_listening_is_unavailable() -> None:
+def test_refused_connection_is_engine_unavailable() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -247,7 +247,7 @@ def test_a_connection_that_drops_before_the_answer_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize("then", ["reset", "close"])
-def test_a_reply_that_breaks_off_is_an_error(then: str) -> None:
+def test_incomplete_reply_is_an_error(then: str) -> None:
     cut_off = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf"
     with pytest.raises(EngineError, match="broke during") as caught:
         call(answering(cut_off, then=then), post)
@@ -289,7 +289,7 @@ def test_silence_ends_in_a_timeout_that_names_its_stage(stage: str, use: Callabl
         call(answering(*sent, then="stall"), use, timeouts=Timeouts(**{stage: 0.1}))
 
 
-def test_a_reader_who_takes_time_between_events_does_not_use_up_the_timeout() -> None:
+def test_slow_reader_does_not_use_up_the_timeout() -> None:
     async def use(client: HttpClient, peer: Peer) -> list[bytes]:
         seen = []
         async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
@@ -302,20 +302,20 @@ def test_a_reader_who_takes_time_between_events_does_not_use_up_the_timeout() ->
     assert call(answering(*sent), use, timeouts=Timeouts(between_tokens=2.0)) == [b"1", b"2"]
 
 
-def test_a_stream_that_goes_on_does_not_use_up_the_timeout_between_its_events() -> None:
+def test_steady_stream_does_not_time_out() -> None:
     sent = [b"data: %d\n\n" % n for n in range(8)]
     script = answering(STREAM, *sent, pause=0.4)
     assert len(call(script, events, timeouts=Timeouts(first_token=PATIENCE, between_tokens=2.0))) == len(sent)
 
 
-def test_a_stream_that_stalls_after_a_while_ends_in_the_timeout_between_its_events() -> None:
+def test_stalled_stream_times_out() -> None:
     sent = [b"data: %d\n\n" % n for n in range(4)]
     script = answering(STREAM, *sent, then="stall", pause=0.1)
     with pytest.raises(EngineTimeout, match="timeout between_tokens"):
         call(script, events, timeouts=Timeouts(first_token=PATIENCE, between_tokens=0.3))
 
 
-def test_events_that_arrive_together_come_together() -> None:
+def test_events_that_arrive_together_are_yielded_together() -> None:
     arrived = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -334,7 +334,7 @@ def test_events_that_arrive_together_come_together() -> None:
     assert call(script, use) == [[b"1", b"2"], [b"3"]]
 
 
-def test_leaving_a_stream_closes_its_connection() -> None:
+def test_abandoning_a_stream_closes_its_connection() -> None:
     async def use(client: HttpClient, peer: Peer) -> None:
         async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
             assert await anext(arrivals) == [b"1"]
@@ -356,7 +356,7 @@ def test_cancelling_a_call_closes_its_connection() -> None:
     call(answering(then="stall"), use)
 
 
-def test_calls_one_after_another_share_a_connection() -> None:
+def test_sequential_calls_share_a_connection() -> None:
     async def use(client: HttpClient, peer: Peer) -> int:
         assert [await post(client, peer) for _ in range(3)] == [b"ok"] * 3
         return peer.connections
@@ -364,13 +364,13 @@ def test_calls_one_after_another_share_a_connection() -> None:
     assert call(answering(reply(200, b"ok"), then="keep"), use) == 1
 
 
-def test_a_reply_larger_than_allowed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_BODY_BYTES", 10)
     with pytest.raises(EngineContractError, match="exceeds the limit of 10 bytes"):
         call(answering(reply(200, b"x" * 11)), post)
 
 
-def test_closing_the_client_ends_what_runs_and_refuses_what_comes() -> None:
+def test_closing_the_client_ends_running_calls_and_refuses_new_ones() -> None:
     async def use(client: HttpClient, peer: Peer) -> None:
         task = asyncio.create_task(events(client, peer))
         await peer.asked.wait()
@@ -400,7 +400,7 @@ def test_the_key_is_a_bearer_token_and_proxies_of_the_environment_are_not_used(
 
 
 @pytest.mark.parametrize("key", ["", "two\nlines", "naïve"])
-def test_a_key_that_no_header_can_hold_is_refused_without_repeating_it(key: str) -> None:
+def test_key_invalid_in_headers_is_refused_without_repeating_it(key: str) -> None:
     with pytest.raises(InvalidRequest, match="api_key") as caught:
         HttpClient("http://127.0.0.1:1", api_key=key)
     assert not key or key not in str(caught.value)
@@ -419,7 +419,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_repeating_it(key: str)
         "http://a..b",
     ],
 )
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="http://host:port"):
         HttpClient(url)
 
@@ -443,16 +443,16 @@ def test_a_timeout_is_a_positive_number(value: float) -> None:
 
 
 def slow_events(stream: bytes) -> list[bytes]:
-    """The events of a whole stream, by the obvious way."""
+    """Parse the events of a whole stream in a simple way."""
     lines = stream.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    found, data = [], []
+    events, data = [], []
     for line in lines[:-1]:
         if line.startswith("data:"):
             data.append(line.removeprefix("data:").removeprefix(" "))
         elif line == "" and data:
-            found.append("\n".join(data).encode())
+            events.append("\n".join(data).encode())
             data = []
-    return found
+    return events
 
 
 LINES = st.one_of(
@@ -480,7 +480,7 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(lines: list[tuple[str, 
         assert [event for piece in cut for event in reader.feed(piece)] == slow_events(stream)
 
 
-def test_an_event_larger_than_allowed_is_refused_before_it_is_complete() -> None:
+def test_too_large_event_is_refused_before_it_is_complete() -> None:
     reader = SseReader(max_event_bytes=20)
     assert reader.feed(b"data: 0123456789\n\n" * 3) == [b"0123456789"] * 3
     assert reader.feed(b"data: 01\ndata: 23\n") == []
@@ -489,7 +489,7 @@ def test_an_event_larger_than_allowed_is_refused_before_it_is_complete() -> None
 
 
 @pytest.mark.parametrize("line", [b"<html>", b'{"error": 1}', b"Data: 1"])
-def test_a_line_that_is_no_event_stream_is_refused(line: bytes) -> None:
+def test_line_outside_the_event_stream_format_is_refused(line: bytes) -> None:
     with pytest.raises(EngineContractError, match="not a stream of server-sent events"):
         SseReader().feed(line + b"\n")
 
@@ -499,7 +499,7 @@ def test_data_that_is_not_utf8_is_refused() -> None:
         SseReader().feed(b"data: \xff\n\n")
 
 
-def test_the_token_of_a_router_goes_back_with_the_next_call_of_its_session() -> None:
+def test_router_token_is_sent_with_the_session_s_next_call() -> None:
     async def use(client: HttpClient, peer: Peer) -> list[bytes]:
         for session in ({"x-session-id": "a"}, {"x-session-id": "a"}, {"x-session-id": "b"}, {}):
             await client.post("/sample", b"{}", session)

@@ -1,4 +1,4 @@
-"""What servers of each kind say of their model."""
+"""Model facts from servers of each kind."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def asked(server: fake_server.FakeServer, ask: Callable[[HttpClient], Awaitable[
     return asyncio.run(run())
 
 
-def test_adapters_are_not_the_model(server: fake_server.FakeServer) -> None:
-    found = asked(server, lambda http: served_as("vllm", http))
-    assert found == ServedAs(frozenset({"policy", "adapter"}), frozenset({"policy", "/runs/7/step_100"}), 4096)
+def test_served_adapters_are_not_the_model(server: fake_server.FakeServer) -> None:
+    served = asked(server, lambda http: served_as("vllm", http))
+    assert served == ServedAs(frozenset({"policy", "adapter"}), frozenset({"policy", "/runs/7/step_100"}), 4096)
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
-def test_sglang_is_asked_for_more(server: fake_server.FakeServer, path: str) -> None:
+def test_sglang_gives_more_model_facts(server: fake_server.FakeServer, path: str) -> None:
     server.answers[path] = JSONResponse({"model_path": "Qwen/Qwen3-8B", "model_type": "qwen3"})
-    found = asked(server, lambda http: served_as("sglang", http))
-    assert (found.model_type, found.names) == ("qwen3", {"policy", "/runs/7/step_100", "Qwen/Qwen3-8B"})
+    served = asked(server, lambda http: served_as("sglang", http))
+    assert (served.model_type, served.names) == ("qwen3", {"policy", "/runs/7/step_100", "Qwen/Qwen3-8B"})
 
 
-def test_llama_cpp_tells_the_size_of_its_embedding(server: fake_server.FakeServer) -> None:
+def test_llama_cpp_reports_the_size_of_its_embedding(server: fake_server.FakeServer) -> None:
     server.answers["/v1/models"] = JSONResponse({"data": [{"id": "tiny.gguf", "meta": {"n_embd": 128}}]})
     assert asked(server, lambda http: served_as("llamacpp", http)).hidden_size == 128
 
 
-def test_routes_are_there_where_an_empty_body_is_refused(server: fake_server.FakeServer) -> None:
+def test_routes_that_refuse_an_empty_body_exist(server: fake_server.FakeServer) -> None:
     def refuse(status: int) -> Callable[[dict[str, Any]], Response]:
         return lambda body: JSONResponse({"error": {"code": status}}, status)
 

@@ -1,4 +1,4 @@
-"""Images to arrays: the same from the settings of a record, and nothing a stranger sends breaks it."""
+"""Images to arrays: recorded settings give the same arrays, and hostile files do not break it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_media(data: bytes) -> Media:
     return Media(hashlib.sha256(data).hexdigest(), "image/png", data)
 
 
-def test_settings_make_the_same_processor_again(processor: QwenImageProcessor) -> None:
+def test_recorded_settings_rebuild_the_same_processor(processor: QwenImageProcessor) -> None:
     again = QwenImageProcessor.from_settings(processor.settings.data)
     assert again.settings == processor.settings
     assert again.placeholder_id == 90
@@ -52,17 +52,17 @@ def test_tokens_are_a_quarter_of_the_patches(processor: QwenImageProcessor) -> N
     assert processor.tokens(as_media(image)) * 4 == len(processor.arrays([image])["pixel_values"])
 
 
-def test_a_turned_photograph_is_seen_upright(processor: QwenImageProcessor) -> None:
+def test_exif_rotation_is_applied(processor: QwenImageProcessor) -> None:
     upright = Image.open(io.BytesIO(picture(1, 140, 56)))
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter to the right
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     file = io.BytesIO()
     upright.rotate(90, expand=True).save(file, "PNG", exif=exif)
     seen, expected = processor.arrays([file.getvalue()]), processor.arrays([picture(1, 140, 56)])
     np.testing.assert_array_equal(seen["pixel_values"], expected["pixel_values"])
 
 
-def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(processor: QwenImageProcessor) -> None:
+def test_decompression_bomb_is_refused_before_decoding(processor: QwenImageProcessor) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_refused(processor: QwenImageProcessor, damage: object
         processor.tokens(as_media(damage(picture(1, 100, 60))))
 
 
-def test_other_processors_are_not_guessed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_processors_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineError, match="CLIPImageProcessor"):
         QwenImageProcessor({"image_processor_type": "CLIPImageProcessor"}, 1)
     assert find_image_processor(tmp_path) is None

@@ -55,9 +55,7 @@ def test_each_kind_opens_its_engine(
         ("openai", test_openai_compatible.answers("vllm")),
     ],
 )
-def test_each_kind_can_be_one_of_several_replicas(
-    server: FakeServer, kind: str, answers: dict[str, fake_server.Answer]
-) -> None:
+def test_each_kind_can_be_a_replica(server: FakeServer, kind: str, answers: dict[str, fake_server.Answer]) -> None:
     server.reset(answers)
 
     async def main() -> frozenset[str]:
@@ -68,11 +66,11 @@ def test_each_kind_can_be_one_of_several_replicas(
     assert "session_id" in asyncio.run(main())
 
 
-def test_another_kind_is_refused_naming_those_that_there_are() -> None:
+def test_unknown_kind_is_refused_with_the_known_kinds() -> None:
     with pytest.raises(InvalidRequest, match=f"expected one of {', '.join(KINDS)}"):
         asyncio.run(open_engine("tgi", "http://127.0.0.1:1", vocab_size=10))
 
 
-def test_importing_it_loads_no_engine() -> None:
+def test_importing_kinds_loads_no_engine() -> None:
     code = "import sys, tokentape.engines._kinds; sys.exit(any('engines._vllm' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -31,7 +31,7 @@ def layers(tokens: int) -> LayerTensors:
     return [(torch.zeros(1, tokens, 1), torch.zeros(1, tokens, 1))]
 
 
-def test_rows_of_any_length_compute_what_they_compute_alone(model: Any) -> None:
+def test_batched_rows_compute_the_same_as_single_rows(model: Any) -> None:
     rows = contexts(5, 1, 30)
     batch = DecodeBatch(model)
     logits = batch.prefill(rows, [NO_PREFIX] * 3)
@@ -39,7 +39,7 @@ def test_rows_of_any_length_compute_what_they_compute_alone(model: Any) -> None:
         torch.testing.assert_close(got, plain(model, ids), atol=2e-5, rtol=0)
 
 
-def test_rows_that_join_and_leave_do_not_disturb_the_others(model: Any) -> None:
+def test_joining_and_leaving_rows_do_not_disturb_the_others(model: Any) -> None:
     rows = contexts(40, 3, 12, 20)
     batch = DecodeBatch(model)
     batch.prefill(rows[:2], [NO_PREFIX] * 2)
@@ -52,7 +52,7 @@ def test_rows_that_join_and_leave_do_not_disturb_the_others(model: Any) -> None:
     torch.testing.assert_close(logits[1], plain(model, np.append(rows[3], [10])), atol=2e-5, rtol=0)
 
 
-def test_columns_that_are_padding_for_everyone_are_dropped(model: Any) -> None:
+def test_columns_of_padding_are_dropped(model: Any) -> None:
     batch = DecodeBatch(model)
     batch.prefill(contexts(40, 3, 12), [NO_PREFIX] * 3)
     batch.keep([1, 2])
@@ -88,7 +88,7 @@ def test_a_reused_prefix_is_not_computed_again(model: Any) -> None:
 
 
 @given(known=st.lists(IDS, max_size=6), context=IDS)
-def test_the_longest_known_prefix_is_found(known: list[list[int]], context: list[int]) -> None:
+def test_longest_cached_prefix_is_used(known: list[list[int]], context: list[int]) -> None:
     cache = PrefixCache(1 << 20)
     for ids in known:
         cache.put(array(ids), layers(len(ids)))
@@ -96,18 +96,18 @@ def test_the_longest_known_prefix_is_found(known: list[list[int]], context: list
     def common(ids: list[int]) -> int:
         return max(n for n in range(len(context)) if ids[:n] == context[:n])
 
-    found = cache.longest(array(context))
-    assert found.length == max(map(common, known), default=0)
-    assert not found.length or found.layers[0][0].shape[1] >= found.length
+    match = cache.longest(array(context))
+    assert match.length == max(map(common, known), default=0)
+    assert not match.length or match.layers[0][0].shape[1] >= match.length
 
 
-def test_the_last_token_is_always_left_to_compute() -> None:
+def test_last_token_is_always_computed() -> None:
     cache = PrefixCache(1 << 20)
     cache.put(array([1, 2, 3]), layers(3))
     assert cache.longest(array([1, 2, 3])).length == 2
 
 
-def test_the_least_recently_used_entry_makes_room() -> None:
+def test_least_recently_used_entry_is_evicted() -> None:
     cache = PrefixCache(max_bytes=2 * 3 * 8)
     for first in (1, 2):
         cache.put(array([first] * 3), layers(3))
@@ -116,14 +116,14 @@ def test_the_least_recently_used_entry_makes_room() -> None:
     assert [cache.longest(array([first] * 3)).length for first in (1, 2, 3)] == [2, 0, 2]
 
 
-def test_an_entry_too_large_for_the_cache_pushes_nothing_out() -> None:
+def test_too_large_entry_evicts_nothing() -> None:
     cache = PrefixCache(max_bytes=3 * 8)
     cache.put(array([1, 1, 1]), layers(3))
     cache.put(array([2] * 4), layers(4))
     assert [cache.longest(array([first] * 3)).length for first in (1, 2)] == [2, 0]
 
 
-def test_a_longer_context_replaces_its_own_beginning() -> None:
+def test_longer_context_replaces_its_prefix() -> None:
     cache = PrefixCache(max_bytes=4 * 8)
     cache.put(array([1]), layers(1))
     cache.put(array([1, 2]), layers(2))

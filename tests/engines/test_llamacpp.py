@@ -1,4 +1,4 @@
-"""The llama.cpp engine: what it sends, how pieces become a completion, and what it refuses to make of wrong replies."""
+"""The llama.cpp engine: request bodies, joining pieces to a completion, and refusal of wrong replies."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from tokentape.engines._base import SamplingParams
 from tokentape.engines._llamacpp import PIECE, LlamaCppEngine
 from tokentape.errors import EngineContractError, EngineUnavailable, InvalidRequest, UnsupportedParameter
 
-# Fields of the server's completion schema that there is a use for here, written down from its source. It ignores
-# others without a word.
+# Used fields of the server's completion schema, copied from its source. It silently ignores others.
 FIELDS = frozenset(
     {
         *("prompt", "n_predict", "n_cmpl", "stream", "return_tokens", "n_probs", "post_sampling_probs", "id_slot"),
@@ -55,18 +54,22 @@ def _forget(server: FakeServer) -> None:
     server.reset(answers())
 
 
-def test_bodies_hold_only_fields_that_the_server_knows_and_all_that_it_has_a_default_for(server: FakeServer) -> None:
+def test_bodies_set_every_field_with_a_default_and_no_unknown_field(server: FakeServer) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, stop_strings=("x",))
-    for given in (PARAMS, params):
-        sample(server, given)
+    for requested in (PARAMS, params):
+        sample(server, requested)
         (body,) = server.bodies("/completion")
         assert set(body) == FIELDS
-        assert (body["temperature"], body["top_p"], body["top_k"]) == (given.temperature, given.top_p, given.top_k)
-        assert body["stop"] == list(given.stop_strings)
-        assert body["seed"] == (-1 if given.seed is None else given.seed)
+        assert (body["temperature"], body["top_p"], body["top_k"]) == (
+            requested.temperature,
+            requested.top_p,
+            requested.top_k,
+        )
+        assert body["stop"] == list(requested.stop_strings)
+        assert body["seed"] == (-1 if requested.seed is None else requested.seed)
 
 
-def test_a_completion_is_sampled_in_pieces_that_each_continue_the_one_before(server: FakeServer) -> None:
+def test_completion_is_sampled_in_consecutive_pieces(server: FakeServer) -> None:
     params = replace(PARAMS, max_tokens=len(LONG), seed=5)
     deltas = sample(server, params, answer=answering(LONG))
     assert [len(delta.token_ids) for delta in deltas] == [PIECE, PIECE, 5]
@@ -78,7 +81,7 @@ def test_a_completion_is_sampled_in_pieces_that_each_continue_the_one_before(ser
     assert {body["id_slot"] for body in bodies} == {0}
 
 
-def test_a_whole_reply_is_one_delta_of_the_same_tokens(server: FakeServer) -> None:
+def test_reply_without_streaming_is_a_single_delta_of_the_same_tokens(server: FakeServer) -> None:
     params = replace(PARAMS, max_tokens=len(LONG), seed=5)
     (delta,) = sample(server, params, stream=False, answer=answering(LONG))
     assert delta.token_ids == tuple(LONG)
@@ -90,16 +93,14 @@ def test_a_completion_that_fills_its_last_piece_ends_with_it(server: FakeServer)
     assert [(len(delta.token_ids), delta.finish_reason) for delta in deltas] == [(PIECE, "length")]
 
 
-def test_with_stop_strings_it_is_one_piece_since_they_are_found_only_within_one(server: FakeServer) -> None:
+def test_with_stop_strings_a_completion_is_a_single_piece(server: FakeServer) -> None:
     params = replace(PARAMS, max_tokens=len(LONG), stop_strings=("x",))
     assert len(sample(server, params, answer=answering(LONG))) == 1
     assert server.bodies("/completion")[0]["n_predict"] == len(LONG)
 
 
 @pytest.mark.parametrize("at", [0, 4, PIECE - 1, PIECE, PIECE + 3])
-def test_a_stop_id_ends_the_completion_and_what_was_sampled_behind_it_is_no_part_of_it(
-    server: FakeServer, at: int
-) -> None:
+def test_stop_id_ends_the_completion_and_later_tokens_are_dropped(server: FakeServer, at: int) -> None:
     ids = [*LONG]
     ids[at] = 99
     params = replace(PARAMS, max_tokens=len(ids), stop_token_ids=(98, 99))
@@ -108,14 +109,14 @@ def test_a_stop_id_ends_the_completion_and_what_was_sampled_behind_it_is_no_part
     assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", 99)
 
 
-def test_an_end_of_the_models_own_is_a_stop_at_its_id(server: FakeServer) -> None:
+def test_model_eos_is_a_stop_at_its_id(server: FakeServer) -> None:
     deltas = sample(server, replace(PARAMS, max_tokens=9), answer=answering(LONG, end=LONG[4]))
     assert joined(deltas)[0] == tuple(LONG[:5])
     assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", LONG[4])
 
 
 @pytest.mark.parametrize(("ids", "hidden"), [(LONG, [0, 3, PIECE + 1]), ([9, 9, 9, 8], [0, 2]), ([5, 6, 6], [2])])
-def test_a_log_probability_that_is_missing_is_asked_for_at_its_position(
+def test_missing_log_probability_is_requested_for_its_position(
     server: FakeServer, ids: list[int], hidden: list[int]
 ) -> None:
     params = replace(PARAMS, max_tokens=len(ids), top_logprobs=2)
@@ -124,7 +125,7 @@ def test_a_log_probability_that_is_missing_is_asked_for_at_its_position(
     assert all(len(row) == 2 for delta in deltas for row in delta.top_logprobs)
     scored = [body for body in server.bodies("/completion") if body["logit_bias"]]
     asked = {len(body["prompt"]) - len(PROMPT) for body in scored}
-    # Where equal ids stand together it can't be told which of them is missing: all of them are asked for.
+    # Among equal adjacent ids, the missing one is unknown: all of them are requested.
     assert asked >= set(hidden)
     for body in scored:
         at = len(body["prompt"]) - len(PROMPT)
@@ -133,7 +134,7 @@ def test_a_log_probability_that_is_missing_is_asked_for_at_its_position(
 
 
 def wherever(ids: list[int]) -> Callable[[Body], Response]:
-    """A server that samples `ids` behind any prompt."""
+    """Return answers that sample `ids` after any prompt."""
 
     def answer(body: Body) -> Response:
         reply = json.loads(answering(ids)({**body, "prompt": PROMPT.tolist()}).body)
@@ -142,7 +143,7 @@ def wherever(ids: list[int]) -> Callable[[Body], Response]:
     return answer
 
 
-def test_a_call_takes_the_slot_that_holds_most_of_its_context(server: FakeServer) -> None:
+def test_call_uses_the_slot_with_the_longest_cached_prefix(server: FakeServer) -> None:
     server.reset(answers(slots=2))
 
     async def main() -> None:
@@ -166,7 +167,7 @@ def test_a_call_takes_the_slot_that_holds_most_of_its_context(server: FakeServer
     assert slot[9, 9, 9] == slot[9, 9, 9, 11] != slot[1, 2, 3]
 
 
-def test_no_more_calls_run_than_there_are_slots(server: FakeServer) -> None:
+def test_number_of_running_calls_is_limited_by_slots(server: FakeServer) -> None:
     server.reset(answers(slots=2))
     running = most = 0
     both = asyncio.Event()
@@ -200,7 +201,7 @@ def test_no_more_calls_run_than_there_are_slots(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "min_tokens"])
-def test_what_the_server_means_otherwise_or_ignores_is_refused(server: FakeServer, name: str) -> None:
+def test_parameters_that_the_server_changes_or_ignores_are_refused(server: FakeServer, name: str) -> None:
     with pytest.raises(UnsupportedParameter, match=name):
         sample(server, replace(PARAMS, **{name: 1}))
     assert not server.bodies("/completion")
@@ -226,12 +227,12 @@ def changed(**fields: Any) -> Callable[[Body], Response]:
         ({"tokens": ["11"]}, "reply is not in"),
     ],
 )
-def test_a_reply_that_disagrees_with_itself_is_refused(server: FakeServer, fields: dict[str, Any], says: str) -> None:
+def test_inconsistent_reply_is_refused(server: FakeServer, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(EngineContractError, match=says):
         sample(server, answer=lambda body: answering([11])(body) if body["logit_bias"] else changed(**fields)(body))
 
 
-def test_an_id_that_it_can_say_nothing_of_is_refused(server: FakeServer) -> None:
+def test_id_without_a_log_probability_is_refused(server: FakeServer) -> None:
     def silent(body: Body) -> Response:
         return changed(completion_probabilities=[])(body)
 
@@ -239,14 +240,14 @@ def test_an_id_that_it_can_say_nothing_of_is_refused(server: FakeServer) -> None
         sample(server, answer=silent)
 
 
-def test_the_budget_is_cut_to_the_context(server: FakeServer) -> None:
+def test_max_tokens_is_limited_to_the_context(server: FakeServer) -> None:
     prompt = np.full(MAX_CONTEXT - 2, 3, np.int32)
     deltas = sample(server, replace(PARAMS, max_tokens=50), prompt=prompt, answer=wherever([11, 12, 13]))
     assert joined(deltas)[0] == (11, 12)
 
 
 @pytest.mark.parametrize("bad", [VOCAB_SIZE, -1])
-def test_an_id_outside_the_vocabulary_is_never_sent(server: FakeServer, bad: int) -> None:
+def test_id_outside_the_vocabulary_is_never_sent(server: FakeServer, bad: int) -> None:
     with pytest.raises(InvalidRequest, match="not in this model's vocabulary"):
         sample(server, prompt=np.array([1, bad], np.int32))
     assert not server.asked
@@ -257,20 +258,20 @@ def test_a_model_file_with_fewer_ids_than_the_tokenizer_is_refused(server: FakeS
         sample(server, vocab_size=200)
 
 
-def test_a_server_that_returns_no_log_probabilities_is_found_out_when_it_is_opened(server: FakeServer) -> None:
+def test_missing_log_probabilities_are_detected_when_opening(server: FakeServer) -> None:
     server.answers["/completion"] = changed(completion_probabilities=[])
     with pytest.raises(EngineContractError, match="one token"):
         sample(server)
 
 
-def test_a_server_that_still_loads_its_model_is_unavailable(server: FakeServer) -> None:
+def test_server_that_is_loading_its_model_is_unavailable(server: FakeServer) -> None:
     loading = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
     server.answers["/props"] = JSONResponse(loading, status_code=503)
     with pytest.raises(EngineUnavailable):
         sample(server)
 
 
-def test_a_schema_is_followed_within_one_reply(server: FakeServer) -> None:
+def test_schema_is_enforced_within_a_single_piece(server: FakeServer) -> None:
     params = replace(PARAMS, max_tokens=len(LONG), json_schema='{"type":"object"}')
     (delta,) = sample(server, params, answer=answering(LONG))
     assert delta.token_ids == tuple(LONG)

@@ -1,4 +1,4 @@
-"""The llama.cpp engine against a real llama-server on the demonstration model, compared with its own forward pass."""
+"""The llama.cpp engine against a real llama-server on the demonstration model, compared with its forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVER = os.environ.get("TOKENTAPE_LLAMA_SERVER_BIN")
 GGUF = os.environ.get("TOKENTAPE_LLAMA_GGUF")
 CONTEXT = 1024
 TOLERANCE = 1e-3
-"""Of log-probabilities, with caches in float32; with its default, float16, they differ by more."""
+"""Tolerance of log-probabilities, with caches in float32; with the default, float16, they differ by more."""
 
 pytestmark = [
     pytest.mark.engines,
@@ -73,7 +73,7 @@ def opened(server: str, vocab_size: int) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_logprobs_are_those_of_the_forward_pass_streamed_or_not(
+def test_logprobs_match_the_forward_pass_streamed_or_not(
     server: str,
     vocab_size: int,
     forward: Callable[[np.ndarray], np.ndarray],
@@ -97,11 +97,11 @@ def test_logprobs_are_those_of_the_forward_pass_streamed_or_not(
 def test_tokens_that_end_within_a_character_keep_their_ids_and_logprobs(
     server: str, vocab_size: int, forward: Callable[[np.ndarray], np.ndarray], tokenizer: Tokenizer
 ) -> None:
-    """The server's own streams leave them out."""
+    """The server's streams leave them out."""
     prompt = np.array(tokenizer.encode("日本🙂é" * 20, add_special_tokens=False).ids, np.int32)
 
     async def body(engine: LlamaCppEngine) -> list[Any]:
-        # So hot that every token comes up, bytes of characters among them.
+        # So hot that every token occurs, including bytes of characters.
         hot = SamplingParams(max_tokens=90, temperature=8.0, top_logprobs=2)
         return [await collect(engine, prompt, replace(hot, seed=seed), stream=True) for seed in range(6)]
 
@@ -155,26 +155,28 @@ def test_the_end_of_the_context_is_a_length_stop(server: str, vocab_size: int, p
     use(opened(server, vocab_size), body)
 
 
-def test_what_only_the_server_can_refuse_is_an_invalid_request(server: str, prompt: np.ndarray) -> None:
+def test_refusals_by_the_server_are_invalid_requests(server: str, prompt: np.ndarray) -> None:
     with pytest.raises(EngineContractError, match="has 4000 ids"):
         use(opened(server, 4001), lambda engine: collect(engine, prompt, GREEDY, stream=True))
     with pytest.raises(InvalidRequest, match="not in this model's vocabulary"):
         use(opened(server, 4000), lambda engine: collect(engine, np.array([4000], np.int32), GREEDY, stream=True))
 
 
-def test_more_calls_than_slots_give_what_each_gives_alone(server: str, vocab_size: int, prompt: np.ndarray) -> None:
+def test_more_calls_than_slots_give_the_same_replies_as_single_calls(
+    server: str, vocab_size: int, prompt: np.ndarray
+) -> None:
     async def body(engine: LlamaCppEngine) -> None:
         prompts = [np.roll(prompt, n) for n in range(6)]
         alone = [await collect(engine, p, SAMPLED, stream=True) for p in prompts]
         together = await asyncio.gather(*[collect(engine, p, SAMPLED, stream=True) for p in prompts])
         same = sum(np.array_equal(a[0], b[0]) for a, b in zip(alone, together, strict=True))
-        # Batches of another shape round differently; a draw near a border may fall on its other side.
+        # Batches of another shape round differently; a draw near a boundary may change.
         assert same >= 4
 
     use(opened(server, vocab_size), body)
 
 
-def test_leaving_a_call_frees_its_slot(server: str, vocab_size: int, prompt: np.ndarray) -> None:
+def test_abandoning_a_call_frees_its_slot(server: str, vocab_size: int, prompt: np.ndarray) -> None:
     async def body(engine: LlamaCppEngine) -> None:
         for _ in range(4):
             params = replace(SAMPLED, max_tokens=900)

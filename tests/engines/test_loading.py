@@ -21,16 +21,16 @@ def model(untrained_dir: Path) -> Any:
     return loading.load_model(untrained_dir, dtype="float32", device="cpu")
 
 
-def test_a_full_attention_decoder_is_taken(model: Any) -> None:
+def test_full_attention_decoder_is_accepted(model: Any) -> None:
     loading.refuse_unbatchable(model, dtype="float32")
 
 
-def test_a_half_precision_decoder_is_taken(untrained_dir: Path) -> None:
+def test_half_precision_decoder_is_accepted(untrained_dir: Path) -> None:
     model = loading.load_model(untrained_dir, dtype="bfloat16", device="cpu")
     loading.refuse_unbatchable(model, dtype="bfloat16")
 
 
-def test_sliding_attention_is_refused_with_what_was_found(make_model: MakeModel) -> None:
+def test_sliding_attention_is_refused_by_name(make_model: MakeModel) -> None:
     folder = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     model = loading.load_model(folder, dtype="float32", device="cpu")
     with pytest.raises(EngineError, match="DynamicSlidingWindowLayer"):
@@ -55,13 +55,13 @@ def test_a_model_that_takes_no_position_ids_is_refused(model: Any) -> None:
         loading.refuse_unbatchable(model, dtype="float32")
 
 
-def test_padding_rows_of_the_embedding_are_not_known_ids(model: Any, tokenizer: Tokenizer) -> None:
+def test_padding_rows_of_the_embedding_are_not_valid_ids(model: Any, tokenizer: Tokenizer) -> None:
     known = loading.known_ids(tokenizer, model)
     assert len(known) == model.config.vocab_size > tokenizer.get_vocab_size()
     assert known.nonzero()[0].tolist() == list(range(tokenizer.get_vocab_size()))
 
 
-def test_tokens_without_an_embedding_are_not_known_ids(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+def test_tokens_without_an_embedding_are_not_valid_ids(make_model: MakeModel, tokenizer: Tokenizer) -> None:
     model = loading.load_model(make_model(vocab_size=100), dtype="float32", device="cpu")
     assert loading.known_ids(tokenizer, model).tolist() == [True] * 100
 

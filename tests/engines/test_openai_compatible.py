@@ -44,7 +44,7 @@ _COMMON = {
     *("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "stop"),
     *("min_tokens", "ignore_eos", "skip_special_tokens", "seed"),
 }
-# Fields of each server's CompletionRequest that there is a use for here, written down from its source.
+# Used fields of each server's CompletionRequest, copied from its source.
 FIELDS = {
     "vllm": _COMMON
     | {
@@ -59,7 +59,7 @@ Events = list[dict[str, Any]]
 
 
 def events(kind: str, body: Body) -> Events:
-    """A stream's events in the words of one kind of server."""
+    """Return a stream's events in the format of a kind of server."""
     sent = vllm_events({"logprobs": 0, "return_token_ids": True, "stop_token_ids": [], **body})
     for event in sent:
         for choice in event["choices"] if kind != "vllm" else ():
@@ -116,18 +116,18 @@ def sample(
 
 @ROWS
 @pytest.mark.parametrize("stream", [True, False])
-def test_ids_and_logprobs_are_read_as_they_came(server: FakeServer, kind: str, stream: bool) -> None:
+def test_ids_and_logprobs_are_read_unchanged(server: FakeServer, kind: str, stream: bool) -> None:
     server.reset(answers(kind))
     deltas = sample(server, kind, stream=stream)
     assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
     assert deltas[-1].finish_reason == "length"
-    # What arrives together is one delta; the last waits for the usage.
+    # Tokens that arrive together are a single delta; the last waits for the usage.
     assert len(deltas) == (2 if stream else 1)
     assert server.headers["x-request-id"] == "call-1"
 
 
 @ROWS
-def test_tokens_that_come_one_by_one_are_a_delta_each(server: FakeServer, kind: str) -> None:
+def test_tokens_that_arrive_singly_are_a_delta_each(server: FakeServer, kind: str) -> None:
     server.reset(answers(kind))
 
     def answer(body: Body) -> Response:
@@ -141,9 +141,7 @@ def test_tokens_that_come_one_by_one_are_a_delta_each(server: FakeServer, kind: 
 @ROWS
 @settings(max_examples=examples(15))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12))
-def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
-    server: FakeServer, kind: str, cuts: list[int]
-) -> None:
+def test_deltas_do_not_depend_on_stream_chunking(server: FakeServer, kind: str, cuts: list[int]) -> None:
     def answer(body: Body) -> Response:
         stream = sse(events(kind, body))
         ends = sorted({cut for cut in cuts if cut < len(stream)} | {len(stream)})
@@ -156,7 +154,7 @@ def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
 
 
 @ROWS
-def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: FakeServer, kind: str) -> None:
+def test_tokens_before_an_error_count_however_they_arrive(server: FakeServer, kind: str) -> None:
     server.reset(answers(kind))
 
     async def main() -> list[SampleDelta]:
@@ -170,7 +168,7 @@ def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: Fake
 
 
 @ROWS
-def test_all_that_a_row_honours_is_sent_under_the_names_of_that_server(server: FakeServer, kind: str) -> None:
+def test_honored_parameters_are_sent_under_the_server_s_names(server: FakeServer, kind: str) -> None:
     server.reset(answers(kind))
     sample(server, kind)
     (body,) = server.bodies("/v1/completions")
@@ -193,7 +191,7 @@ def test_a_stop_id_is_kept_in_the_ids_and_named(server: FakeServer, kind: str) -
 
 
 @pytest.mark.parametrize(("kind", "field"), [("vllm", "stop_reason"), ("sglang", "matched_stop")])
-def test_a_stop_string_is_named_as_that_server_names_it(server: FakeServer, kind: str, field: str) -> None:
+def test_stop_string_is_reported_as_the_server_names_it(server: FakeServer, kind: str, field: str) -> None:
     server.reset(answers(kind))
 
     def stop(sent: Events) -> None:
@@ -203,7 +201,7 @@ def test_a_stop_string_is_named_as_that_server_names_it(server: FakeServer, kind
     assert (last.finish_reason, last.stop) == ("stop", "b")
 
 
-def test_alternatives_are_given_where_they_have_ids(server: FakeServer) -> None:
+def test_alternatives_are_reported_if_they_have_ids(server: FakeServer) -> None:
     server.reset(answers("vllm"))
     deltas = sample(server, "vllm", replace(PARAMS, top_logprobs=2))
     assert [row for delta in deltas for row in delta.top_logprobs] == [
@@ -217,7 +215,7 @@ def test_alternatives_are_given_where_they_have_ids(server: FakeServer) -> None:
     ("kind", "name"),
     [("sglang", "seed"), ("sglang", "top_logprobs"), ("vllm", "priority")],
 )
-def test_what_a_server_would_ignore_is_refused(server: FakeServer, kind: str, name: str) -> None:
+def test_parameters_that_the_server_ignores_are_refused(server: FakeServer, kind: str, name: str) -> None:
     server.reset(answers(kind))
     with pytest.raises(UnsupportedParameter, match=name):
         sample(server, kind, replace(PARAMS, **{name: 1}))
@@ -256,15 +254,13 @@ def _set(name: str, value: object) -> Callable[[Events], None]:
         (lambda sent: sent[-2]["choices"].append(sent[-2]["choices"][0]), "more than the one"),
     ],
 )
-def test_a_reply_that_disagrees_with_itself_is_refused(
-    server: FakeServer, change: Callable[[Events], object], says: str
-) -> None:
+def test_inconsistent_reply_is_refused(server: FakeServer, change: Callable[[Events], object], says: str) -> None:
     server.reset(answers("sglang"))
     with pytest.raises(EngineContractError, match=says):
         sample(server, "sglang", change=change)
 
 
-def test_a_stop_at_nothing_that_was_asked_for_is_refused(server: FakeServer) -> None:
+def test_unrequested_stop_is_refused(server: FakeServer) -> None:
     server.reset(answers("vllm"))
     with pytest.raises(EngineContractError, match="without a requested stop"):
         sample(server, "vllm", change=_set("finish_reason", "stop"))
@@ -282,19 +278,19 @@ def test_a_stream_that_ends_early_is_an_error(server: FakeServer) -> None:
         sample(server, "vllm", change=lambda sent: sent.__delitem__(slice(1, 3)))
 
 
-def test_a_server_that_does_not_say_how_long_its_context_is_is_refused(server: FakeServer) -> None:
+def test_server_with_unknown_context_length_is_refused(server: FakeServer) -> None:
     server.reset(answers("vllm") | {"/v1/models": JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})})
     with pytest.raises(EngineContractError, match="max_model_len"):
         sample(server, "vllm")
 
 
-def test_a_server_without_ids_is_found_out_when_it_is_opened(server: FakeServer) -> None:
+def test_server_without_ids_is_detected_when_opening(server: FakeServer) -> None:
     server.reset(answers("sglang") | {"/v1/completions": answering("sglang", _drop_ids)})
     with pytest.raises(EngineContractError, match="no token_ids"):
         sample(server, "sglang")
 
 
-def test_an_id_outside_the_vocabulary_is_never_sent(server: FakeServer) -> None:
+def test_id_outside_the_vocabulary_is_never_sent(server: FakeServer) -> None:
     server.reset(answers("vllm"))
 
     async def main() -> None:

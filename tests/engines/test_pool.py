@@ -20,7 +20,7 @@ PROMPT = np.array([1, 2], np.int32)
 
 
 class Replica:
-    """A replica that counts its calls and fails as it is told."""
+    """A replica that counts its calls and fails on demand."""
 
     def __init__(self, info: EngineInfo = INFO) -> None:
         self.info = info
@@ -57,7 +57,9 @@ class Replica:
 
 
 async def opened(*replicas: Replica, recheck_seconds: float = 60.0) -> EnginePool:
-    return await EnginePool.open({f"r{n}": one.open for n, one in enumerate(replicas)}, recheck_seconds=recheck_seconds)
+    return await EnginePool.open(
+        {f"r{n}": replica.open for n, replica in enumerate(replicas)}, recheck_seconds=recheck_seconds
+    )
 
 
 async def until_available(pool: EnginePool, *names: str) -> None:
@@ -75,10 +77,10 @@ def test_a_session_stays_on_its_replica_and_sessions_spread() -> None:
         pool = await opened(*replicas)
         homes: Counter[int] = Counter()
         for session in range(60):
-            before = [one.calls for one in replicas]
+            before = [replica.calls for replica in replicas]
             for _ in range(3):
                 await call(pool, f"s{session}")
-            gained = [one.calls - old for one, old in zip(replicas, before, strict=True)]
+            gained = [replica.calls - old for replica, old in zip(replicas, before, strict=True)]
             assert sorted(gained) == [0, 0, 3]
             homes[gained.index(3)] += 1
         assert min(homes.values()) > 5
@@ -87,20 +89,20 @@ def test_a_session_stays_on_its_replica_and_sessions_spread() -> None:
     asyncio.run(run())
 
 
-def test_only_the_sessions_of_a_replica_that_fails_move() -> None:
+def test_only_sessions_of_a_failing_replica_move() -> None:
     async def run() -> None:
         replicas = [Replica() for _ in range(3)]
         pool = await opened(*replicas)
 
         async def homes() -> list[int]:
-            found = []
+            serving = []
             for session in range(30):
-                before = [one.calls for one in replicas]
+                before = [replica.calls for replica in replicas]
                 await call(pool, f"s{session}")
-                # A replica that is asked and fails has been called too.
-                gained = [one.calls - old for one, old in zip(replicas, before, strict=True)]
-                found.append(max(n for n, one in enumerate(replicas) if gained[n] and one.error is None))
-            return found
+                # A replica that fails has also been called.
+                gained = [replica.calls - old for replica, old in zip(replicas, before, strict=True)]
+                serving.append(max(n for n, replica in enumerate(replicas) if gained[n] and replica.error is None))
+            return serving
 
         first = await homes()
         replicas[1].error = EngineUnavailable("gone")
@@ -115,12 +117,12 @@ def test_only_the_sessions_of_a_replica_that_fails_move() -> None:
 def test_a_call_that_fails_before_its_first_token_is_served_by_another_replica() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]
-        for one in replicas:
-            one.error = EngineUnavailable("gone")
+        for replica in replicas:
+            replica.error = EngineUnavailable("gone")
         pool = await opened(*replicas)
         with pytest.raises(EngineUnavailable):
             await call(pool, "s")
-        assert [one.calls for one in replicas] == [1, 1]
+        assert [replica.calls for replica in replicas] == [1, 1]
         assert pool.available == {"r0": False, "r1": False}
         with pytest.raises(EngineUnavailable, match="no replica"):
             await call(pool, "s")
@@ -129,25 +131,25 @@ def test_a_call_that_fails_before_its_first_token_is_served_by_another_replica()
     asyncio.run(run())
 
 
-def test_a_call_that_fails_in_the_middle_is_the_callers_to_repeat() -> None:
+def test_call_that_fails_midway_is_left_to_the_caller_to_repeat() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]
-        for one in replicas:
-            one.error, one.fail_after = EngineUnavailable("gone"), 1
+        for replica in replicas:
+            replica.error, replica.fail_after = EngineUnavailable("gone"), 1
         pool = await opened(*replicas)
         with pytest.raises(EngineUnavailable, match="gone"):
             await call(pool, "s")
-        assert sum(one.calls for one in replicas) == 1
+        assert sum(replica.calls for replica in replicas) == 1
         await pool.close()
 
     asyncio.run(run())
 
 
-def test_a_broken_contract_is_not_tried_elsewhere() -> None:
+def test_contract_error_is_not_retried_on_another_replica() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]
-        for one in replicas:
-            one.error = EngineContractError("ids are missing")
+        for replica in replicas:
+            replica.error = EngineContractError("ids are missing")
         pool = await opened(*replicas)
         with pytest.raises(EngineContractError):
             await call(pool, "s")
@@ -157,26 +159,26 @@ def test_a_broken_contract_is_not_tried_elsewhere() -> None:
     asyncio.run(run())
 
 
-def test_a_replica_that_comes_back_gets_its_sessions_again() -> None:
+def test_recovered_replica_gets_its_sessions_again() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]
         pool = await opened(*replicas, recheck_seconds=0.01)
-        for one in replicas:
-            one.down, one.error = True, EngineUnavailable("gone")
+        for replica in replicas:
+            replica.down, replica.error = True, EngineUnavailable("gone")
         with pytest.raises(EngineUnavailable):
             await call(pool, "s")
-        for one in replicas:
-            one.down, one.error, one.info = False, None, replace(INFO, version="2")
+        for replica in replicas:
+            replica.down, replica.error, replica.info = False, None, replace(INFO, version="2")
         await until_available(pool, "r0", "r1")
         deltas = await call(pool, "s")
         assert {delta.engine for delta in deltas} == {"fake 2 raw_logprobs"}
-        assert [one.opened for one in replicas] == [2, 2]
+        assert [replica.opened for replica in replicas] == [2, 2]
         await pool.close()
 
     asyncio.run(run())
 
 
-def test_a_replica_that_comes_back_as_another_model_stays_out() -> None:
+def test_replica_that_returns_with_another_model_stays_out() -> None:
     async def run() -> None:
         good, other = Replica(), Replica()
         pool = await opened(good, other, recheck_seconds=0.01)
@@ -193,7 +195,7 @@ def test_a_replica_that_comes_back_as_another_model_stays_out() -> None:
     asyncio.run(run())
 
 
-def test_one_replica_is_enough_to_begin_with() -> None:
+def test_pool_opens_with_a_single_reachable_replica() -> None:
     async def run() -> None:
         down, up = Replica(), Replica()
         down.down = True
@@ -207,7 +209,7 @@ def test_one_replica_is_enough_to_begin_with() -> None:
     asyncio.run(run())
 
 
-def test_without_a_replica_that_answers_opening_fails_with_the_reason() -> None:
+def test_opening_without_a_reachable_replica_fails_with_the_reason() -> None:
     down = Replica()
     down.down = True
     with pytest.raises(EngineUnavailable, match="refused"):
@@ -218,20 +220,20 @@ def test_without_a_replica_that_answers_opening_fails_with_the_reason() -> None:
 
 @pytest.mark.parametrize("field", ["model", "vocab_size", "logprobs_mode", "name"])
 def test_replicas_that_differ_are_refused_and_closed(field: str) -> None:
-    one, other = Replica(), Replica(replace(INFO, **{field: 7}))  # type: ignore[arg-type]
+    first, other = Replica(), Replica(replace(INFO, **{field: 7}))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=field):
-        asyncio.run(opened(one, other))
-    assert (one.closed, other.closed) == (1, 1)
+        asyncio.run(opened(first, other))
+    assert (first.closed, other.closed) == (1, 1)
 
 
-def test_the_pool_takes_what_all_of_its_replicas_take() -> None:
+def test_pool_accepts_parameters_that_all_replicas_accept() -> None:
     small = Replica(replace(INFO, max_context=10, sampling=DISTRIBUTION - {"seed"}))
     pool = asyncio.run(opened(Replica(), small))
     assert pool.info.max_context == 10
     assert pool.info.sampling == (DISTRIBUTION - {"seed"}) | {"session_id"}
 
 
-def test_a_replica_that_knows_no_sessions_is_told_of_none() -> None:
+def test_replica_without_sessions_gets_no_session_calls() -> None:
     plain, routing = Replica(), Replica(replace(INFO, sampling=DISTRIBUTION | {"session_id"}))
 
     async def run() -> None:
@@ -247,17 +249,17 @@ def test_a_replica_that_knows_no_sessions_is_told_of_none() -> None:
 
 def test_a_failed_replica_is_closed_once_when_its_last_call_has_ended() -> None:
     async def run() -> None:
-        one = Replica()
-        pool = await opened(one)
+        replica = Replica()
+        pool = await opened(replica)
         params = SamplingParams(max_tokens=3, session_id="s")
         async with aclosing(pool.sample(PROMPT, params, stream=True, request_id="a")) as slow:
             await anext(slow)
-            one.error = EngineUnavailable("gone")
+            replica.error = EngineUnavailable("gone")
             with pytest.raises(EngineUnavailable):
                 await call(pool, "s")
-            assert one.closed == 0
-        assert one.closed == 1
+            assert replica.closed == 0
+        assert replica.closed == 1
         await pool.close()
-        assert one.closed == 1
+        assert replica.closed == 1
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Weights of this process into the embedded engine. What is sampled with them is tested with TRL's trainers."""
+"""Push weights of this process into the embedded engine. Tests of TRL's trainers check sampling with them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 def sampled(engine: TransformersEngine, prompt: TokenIds) -> tuple[list[int], list[float], set[str | None]]:
     async def run() -> Any:
-        deltas = [one async for one in engine.sample(prompt, GREEDY, stream=False, request_id="a")]
-        ids = [token for one in deltas for token in one.token_ids]
-        return ids, [value for one in deltas for value in one.logprobs], {one.weight_version for one in deltas}
+        deltas = [delta async for delta in engine.sample(prompt, GREEDY, stream=False, request_id="a")]
+        ids = [token for delta in deltas for token in delta.token_ids]
+        return ids, [value for delta in deltas for value in delta.logprobs], {delta.weight_version for delta in deltas}
 
-    found: tuple[list[int], list[float], set[str | None]] = asyncio.run(run())
-    return found
+    result: tuple[list[int], list[float], set[str | None]] = asyncio.run(run())
+    return result
 
 
-def test_pushed_weights_sample_as_a_folder_with_them_does(make_model: Callable[..., Path]) -> None:
+def test_pushed_weights_sample_like_the_same_weights_from_a_folder(make_model: Callable[..., Path]) -> None:
     other = make_model(seed=1)
     opened = TransformersEngine.open(other)
     expected = sampled(opened, prompt(6))
     engine = TransformersEngine.open(make_model(seed=0))
-    # As a trainer's model names them: of tied weights one is enough, and they come one after the other.
+    # Named as in a trainer's model: one of two tied weights is enough, and they arrive in sequence.
     weights = load_model(other, dtype="float32", device="cpu").named_parameters()
     asyncio.run(engine.push_weights(((name, value) for name, value in weights), "8"))
     ids, logprobs, versions = sampled(engine, prompt(6))
@@ -46,7 +46,7 @@ def test_pushed_weights_sample_as_a_folder_with_them_does(make_model: Callable[.
     asyncio.run(opened.close())
 
 
-def test_the_running_model_is_untouched_by_weights_that_do_not_fit(make_model: Callable[..., Path]) -> None:
+def test_mismatched_weights_do_not_change_the_running_model(make_model: Callable[..., Path]) -> None:
     engine = TransformersEngine.open(make_model(seed=0))
     before = sampled(engine, prompt(6))
     name, value = next(load_model(make_model(seed=1), dtype="float32", device="cpu").named_parameters())
@@ -55,12 +55,12 @@ def test_the_running_model_is_untouched_by_weights_that_do_not_fit(make_model: C
             asyncio.run(engine.push_weights(wrong, "8"))
     ids, logprobs, versions = sampled(engine, prompt(6))
     assert (ids, versions) == (before[0], {"0"})
-    # The cached prompt may round otherwise.
+    # The cached prompt may round differently.
     assert logprobs == pytest.approx(before[1], abs=1e-5)
     asyncio.run(engine.close())
 
 
-def test_a_closed_engine_takes_no_weights(make_model: Callable[..., Path]) -> None:
+def test_closed_engine_refuses_weights(make_model: Callable[..., Path]) -> None:
     engine = TransformersEngine.open(make_model(seed=0))
     asyncio.run(engine.close())
     with pytest.raises(EngineUnavailable):

@@ -1,4 +1,4 @@
-"""What the engines over HTTP make of tokens, ends and counts."""
+"""Tokens, ends and counts in replies of the engines over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def completion(params: SamplingParams = PARAMS, *, own_stops: bool = False) -> R
     return ReceivedTokens(params, 10, own_stops=own_stops)
 
 
-def test_tokens_are_passed_on_as_they_came_and_counted() -> None:
+def test_tokens_are_passed_on_unchanged_and_counted() -> None:
     tokens = completion()
     assert tokens.delta([1, 2], [-0.5, 0.0005]) == SampleDelta((1, 2), (-0.5, 0.0005))
     tokens.delta([3], [-1.0])
@@ -47,13 +47,13 @@ def test_tokens_are_passed_on_as_they_came_and_counted() -> None:
         ([1, 2, 3], [1.7e308, 1.7e308, -1.0], "logits"),
     ],
 )
-def test_tokens_that_can_not_be_are_refused(ids: list[int], logprobs: list[float | None], says: str) -> None:
+def test_invalid_tokens_are_refused(ids: list[int], logprobs: list[float | None], says: str) -> None:
     with pytest.raises(EngineContractError, match=says):
         completion().delta(ids, logprobs)
 
 
 @pytest.mark.parametrize("events", [[[1, 7, 2]], [[1, 7], [2]], [[7], [7]], [[7, 1, 1, 7]]])
-def test_a_completion_that_goes_on_after_a_requested_stop_id_is_refused(events: list[list[int]]) -> None:
+def test_completion_that_continues_after_a_requested_stop_id_is_refused(events: list[list[int]]) -> None:
     tokens, *before = completion(own_stops=True), *events[:-1]
     for ids in before:
         tokens.delta(ids, [-1.0] * len(ids))
@@ -68,13 +68,13 @@ def test_an_end_without_tokens_may_follow_a_stop_id() -> None:
     assert tokens.stop("stop", 7) == 7
 
 
-def test_alternatives_are_needed_for_each_token_where_they_were_asked_for() -> None:
+def test_requested_alternatives_are_required_for_each_token() -> None:
     with pytest.raises(EngineContractError, match="0 lists of alternatives for 1"):
         completion(replace(PARAMS, top_logprobs=1)).delta([1], [-1.0])
     assert completion().delta([1], [-1.0], [[(1, -1.0)]]).top_logprobs == ()
 
 
-def test_alternatives_are_the_most_likely_best_first_without_the_impossible() -> None:
+def test_alternatives_are_sorted_without_impossible_ids() -> None:
     assert alternatives([(1, -2.0), (2, -0.5), (3, -3.4e38), (4, None)], 5) == ((2, -0.5), (1, -2.0))
     assert alternatives([(1, -2.0), (2, -0.5)], 1) == ((2, -0.5),)
     with pytest.raises(EngineContractError, match="empty"):
@@ -84,21 +84,21 @@ def test_alternatives_are_the_most_likely_best_first_without_the_impossible() ->
 
 
 @pytest.mark.parametrize(("matched", "own_stops"), [(7, False), ("end", False), (7, True)])
-def test_a_stop_that_was_asked_for_is_named(matched: int | str, own_stops: bool) -> None:
+def test_requested_stop_is_named(matched: int | str, own_stops: bool) -> None:
     tokens = completion(own_stops=own_stops)
     tokens.delta([1, 7], [-1.0, -1.0])
     assert tokens.stop("stop", matched) == matched
 
 
 @pytest.mark.parametrize("matched", [8, 1, "en", None])
-def test_a_stop_that_was_not_asked_for_or_is_not_last_is_refused(matched: int | str | None) -> None:
+def test_unrequested_or_early_stop_is_refused(matched: int | str | None) -> None:
     tokens = completion()
     tokens.delta([1, 8], [-1.0, -1.0])
     with pytest.raises(EngineContractError, match="stopped"):
         tokens.stop("stop", matched)
 
 
-def test_the_models_own_stop_counts_only_where_it_can_not_be_switched_off() -> None:
+def test_model_stop_counts_only_if_it_can_not_be_disabled() -> None:
     tokens = completion(own_stops=True)
     tokens.delta([1, 8], [-1.0, -1.0])
     assert tokens.stop("stop", 8) == 8
@@ -106,7 +106,7 @@ def test_the_models_own_stop_counts_only_where_it_can_not_be_switched_off() -> N
         tokens.stop("stop", 1)
 
 
-def test_nothing_sampled_can_only_be_an_abort() -> None:
+def test_reply_without_tokens_can_only_be_an_abort() -> None:
     assert completion().stop("abort", None) is None
     for reason in ("stop", "length"):
         with pytest.raises(EngineContractError, match="before it sampled"):
@@ -121,7 +121,7 @@ def test_counts_that_differ_are_refused(prompt: int, sampled: int) -> None:
         tokens.check_counts(prompt, 5, sampled)
 
 
-def test_deltas_are_joined_in_order_and_end_as_the_last() -> None:
+def test_deltas_are_joined_in_order_with_the_finish_of_the_last() -> None:
     first = SampleDelta((1, 2), (-1.0, -2.0), top_logprobs=(((1, -1.0),), ((2, -2.0),)))
     last = SampleDelta((3,), (-3.0,), "stop", 3, (((3, -3.0),),), "v2")
     tops = (((1, -1.0),), ((2, -2.0),), ((3, -3.0),))
@@ -129,7 +129,7 @@ def test_deltas_are_joined_in_order_and_end_as_the_last() -> None:
     assert joined([first]) == first
 
 
-def test_what_is_not_of_the_form_is_refused_without_its_text() -> None:
+def test_malformed_reply_is_refused_without_its_text() -> None:
     class Shape(msgspec.Struct):
         ids: list[int]
 
@@ -142,7 +142,7 @@ EVENTS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_
 
 
 @given(events=EVENTS, cuts=st.sets(st.integers(0, 12)), fails_at=st.none() | st.integers(0, 12))
-def test_however_events_arrive_they_tell_the_same_up_to_an_error(
+def test_event_chunking_does_not_change_the_tokens_before_an_error(
     events: list[tuple[list[int], str | None]], cuts: set[int], fails_at: int | None
 ) -> None:
     class Scripted(EngineReply):
@@ -154,8 +154,8 @@ def test_however_events_arrive_they_tell_the_same_up_to_an_error(
             top = tuple(((token_id, -0.5),) for token_id in ids)
             return SampleDelta(tuple(ids), tuple(-0.1 * i for i in ids), top_logprobs=top, weight_version=version)
 
-    def told(arrivals: Sequence[Sequence[bytes]]) -> tuple[list[tuple[object, ...]], bool]:
-        """Of each token all that was told, and whether an error came behind it."""
+    def read_tokens(arrivals: Sequence[Sequence[bytes]]) -> tuple[list[tuple[object, ...]], bool]:
+        """Return all reported data of each token, and whether an error followed."""
         tokens: list[tuple[object, ...]] = []
         reply = Scripted(PARAMS, 10, path="/", prompt=b"[5]", prompt_tokens=1)
         try:
@@ -165,7 +165,7 @@ def test_however_events_arrive_they_tell_the_same_up_to_an_error(
                     deltas.append(delta)
                     rows = zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True)
                     tokens += [(*row, delta.weight_version) for row in rows]
-                assert all(one.weight_version != other.weight_version for one, other in pairwise(deltas))
+                assert all(delta.weight_version != other.weight_version for delta, other in pairwise(deltas))
         except EngineUnavailable:
             return tokens, True
         return tokens, False
@@ -173,4 +173,4 @@ def test_however_events_arrive_they_tell_the_same_up_to_an_error(
     sent = [b"%d" % at for at in range(len(events))]
     ends = sorted({min(cut, len(sent)) for cut in cuts} | {0, len(sent)})
     together = [sent[start:end] for start, end in pairwise(ends)]
-    assert told(together) == told([[one] for one in sent])
+    assert read_tokens(together) == read_tokens([[event] for event in sent])

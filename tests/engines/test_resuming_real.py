@@ -1,8 +1,8 @@
-"""Completions that a real server aborts, against what it says when nobody interrupts it.
+"""Completions that a real server aborts, compared with uninterrupted completions.
 
-Each call is aborted when as many of its tokens have come as a uniform draw says. Greedy completions must be those of
-the undisturbed server. At temperature 1 their lengths must be distributed as undisturbed ones are, and those of
-completions that are thrown away and drawn again must not: that the test would see it.
+Each call is aborted after a uniformly drawn number of tokens. Greedy completions must equal those of the undisturbed
+server. At temperature 1, their lengths must have the distribution of undisturbed completions. The lengths of
+completions that are discarded and drawn again must not: this shows that the test would notice.
 
 `TOKENTAPE_RESUME_CALLS` is the number of calls, 200 if not set. Figures are printed (`pytest -s`).
 """
@@ -46,7 +46,7 @@ SGLANG = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 CALLS = int(os.environ.get("TOKENTAPE_RESUME_CALLS", "200"))
 LONGEST = 200
 TIE = 1e-4
-"""Two ids whose log-probabilities differ by less may be exchanged by another order of additions."""
+"""A different order of additions may swap two ids with log-probabilities closer than this."""
 
 pytestmark = [
     pytest.mark.engines,
@@ -68,7 +68,7 @@ class Server:
     url: str
     open: Callable[[], Awaitable[Any]]
     pauses: bool
-    """Calls are aborted by pausing the server, one call at a time; else by their ids, several at a time."""
+    """Abort calls by pausing the server, one at a time; else by their ids, several at a time."""
 
     @property
     def at_once(self) -> int:
@@ -107,7 +107,7 @@ def renderer() -> Renderer:
 
 @dataclass
 class Aborting:
-    """An engine of which each call is aborted once `after` says: a number of tokens, drawn for each call."""
+    """An engine that aborts each call after `after` tokens, drawn for each call."""
 
     engine: Any
     server: Server
@@ -153,10 +153,10 @@ class Asked:
 
 
 async def ask_all(turns: Turns, asked: Sequence[Asked], at_once: int, name: str) -> list[Turn]:
-    """The turns that answer each of `asked`, in sessions of their own; what is aborted is asked again."""
+    """Return the turns that answer each of `asked`, in separate sessions. Aborted calls are repeated."""
     room = asyncio.Semaphore(at_once)
 
-    async def one(index: int) -> Turn:
+    async def take_turn(index: int) -> Turn:
         message = {"role": "user", "content": asked[index].text}
         for attempt in range(1000):
             session = f"{name}-{index}-{attempt}"
@@ -169,7 +169,7 @@ async def ask_all(turns: Turns, asked: Sequence[Asked], at_once: int, name: str)
                 continue
         raise AssertionError("aborted again and again")
 
-    return list(await asyncio.gather(*(one(index) for index in range(len(asked)))))
+    return list(await asyncio.gather(*(take_turn(index) for index in range(len(asked)))))
 
 
 def run(
@@ -178,7 +178,7 @@ def run(
     folder: Path,
     body: Callable[[Callable[..., Awaitable[list[Turn]]], Aborting], Awaitable[Any]],
 ) -> Any:
-    """What `body` returns; it gets a function that asks a gateway over the server, and the engine."""
+    """Return the result of `body`. It gets a function that calls a gateway over the server, and the engine."""
 
     async def main() -> Any:
         engine = Aborting(await server.open(), server)
@@ -213,25 +213,27 @@ def questions(count: int, sampling: SamplingParams) -> list[Asked]:
 
 
 def different(turn: Turn, whole: Turn, forward: Callable[[np.ndarray], np.ndarray]) -> str:
-    """`same`, `tie` if the first difference is one between ids that are as likely, or `different`."""
-    found, wanted = turn.completion_ids.tolist(), whole.completion_ids.tolist()
-    if (found, turn.finish_reason, turn.stop) == (wanted, whole.finish_reason, whole.stop):
+    """Return `same`, `tie` if the first difference is between equally likely ids, or `different`."""
+    actual_ids, expected_ids = turn.completion_ids.tolist(), whole.completion_ids.tolist()
+    if (actual_ids, turn.finish_reason, turn.stop) == (expected_ids, whole.finish_reason, whole.stop):
         return "same"
-    at = next((n for n, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other), None)
+    at = next(
+        (n for n, (actual, other) in enumerate(zip(actual_ids, expected_ids, strict=False)) if actual != other), None
+    )
     if at is None:
         return "different"
     row = forward(np.concatenate([whole.added_ids, whole.completion_ids]))[len(whole.added_ids) + at - 1]
-    return "tie" if abs(row[found[at]] - row[wanted[at]]) < TIE else "different"
+    return "tie" if abs(row[actual_ids[at]] - row[expected_ids[at]]) < TIE else "different"
 
 
-def test_greedy_completions_are_the_uninterrupted_ones(server: Server, renderer: Renderer, tmp_path: Path) -> None:
+def test_greedy_completions_equal_the_uninterrupted_ones(server: Server, renderer: Renderer, tmp_path: Path) -> None:
     forward = load_forward()
     asked = questions(CALLS, SamplingParams(max_tokens=LONGEST, temperature=0))
     draw = random.Random(1)
 
     async def body(ask: Callable[..., Awaitable[list[Turn]]], engine: Aborting) -> list[tuple[Turn, Turn]]:
         plain = await ask(asked, at_once=8)
-        # A third with a stop string out of what will be said, a third with fewer tokens.
+        # A third with a stop string from the expected text, a third with fewer tokens.
         for index, turn in enumerate(plain):
             text, sampling = renderer.tokenizer.decode(turn.completion_ids), asked[index].sampling
             if index % 3 == 1:
@@ -245,7 +247,7 @@ def test_greedy_completions_are_the_uninterrupted_ones(server: Server, renderer:
         seen: set[str] = set()
 
         def after(session: str) -> float:
-            # Its first call only: then it can be said where in the reply the abort was.
+            # Only its first call, so that the position of the abort in the reply is known.
             if session in seen:
                 return math.inf
             seen.add(session)
@@ -275,18 +277,18 @@ def test_greedy_completions_are_the_uninterrupted_ones(server: Server, renderer:
     assert worst < 1e-4
 
 
-def distance(one: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
-    """Kolmogorov and Smirnov's D of two samples, and the probability of a larger one under one distribution."""
-    points = np.unique([*one, *other])
-    below = [np.searchsorted(np.sort(each), points, side="right") / len(each) for each in (one, other)]
+def distance(values: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
+    """Return Kolmogorov and Smirnov's D of two samples, and the probability of a larger D under equal distributions."""
+    points = np.unique([*values, *other])
+    below = [np.searchsorted(np.sort(each), points, side="right") / len(each) for each in (values, other)]
     d = float(np.abs(below[0] - below[1]).max())
-    size = math.sqrt(len(one) * len(other) / (len(one) + len(other)))
+    size = math.sqrt(len(values) * len(other) / (len(values) + len(other)))
     t = (size + 0.12 + 0.11 / size) * d
     tail = 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * t * t) for k in range(1, 101))
     return d, min(max(tail, 0.0), 1.0)
 
 
-def test_lengths_are_distributed_as_undisturbed_and_resampled_ones_are_not(
+def test_lengths_follow_the_uninterrupted_distribution_unlike_resampled_ones(
     server: Server, renderer: Renderer, tmp_path: Path
 ) -> None:
     sampling = SamplingParams(max_tokens=LONGEST, temperature=1)
@@ -311,7 +313,7 @@ def test_lengths_are_distributed_as_undisturbed_and_resampled_ones_are_not(
     assert p_other < 0.001
 
 
-def test_a_stream_goes_on_over_pauses_of_the_server(server: Server, renderer: Renderer, tmp_path: Path) -> None:
+def test_stream_continues_across_pauses_of_the_server(server: Server, renderer: Renderer, tmp_path: Path) -> None:
     if not server.pauses:
         pytest.skip("needs a server that is paused")
     with ExitStack() as opened:
@@ -336,8 +338,8 @@ def test_a_stream_goes_on_over_pauses_of_the_server(server: Server, renderer: Re
                         await server.post("/resume")
             return text
 
-        wanted = asyncio.run(talk("whole", 0))
-        assert asyncio.run(talk("cut", 3)) == wanted
+        expected = asyncio.run(talk("whole", 0))
+        assert asyncio.run(talk("cut", 3)) == expected
         whole, cut = (store.load_session(name).turns[0] for name in ("whole", "cut"))
         assert cut.completion_ids.tolist() == whole.completion_ids.tolist()
         assert cut.resumes

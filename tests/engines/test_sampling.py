@@ -14,7 +14,7 @@ from embedded import penalised, reference  # noqa: E402
 from tokentape.engines._base import SamplingParams  # noqa: E402
 from tokentape.engines._sampling import choose, distribution, draw, penalise  # noqa: E402
 
-# Multiples of 1/8 keep the reference's and torch's idea of a tie the same.
+# With multiples of 1/8, the reference and torch agree on ties.
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=12)
 PARAMS = st.builds(
     SamplingParams,
@@ -27,7 +27,7 @@ PARAMS = st.builds(
 
 
 @given(rows=st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
-def test_the_distribution_is_the_reference_one_for_every_row_of_a_batch(
+def test_distribution_matches_the_reference_for_every_row_of_a_batch(
     rows: list[tuple[list[float], SamplingParams]],
 ) -> None:
     width = max(len(logits) for logits, _ in rows)
@@ -56,7 +56,7 @@ def test_the_largest_uniform_number_draws_the_last_likely_id(total: float) -> No
     assert draw(weights, [math.nextafter(1, 0)]).tolist() == [1]
 
 
-def test_a_row_that_is_not_a_number_does_not_disturb_the_others() -> None:
+def test_row_of_nan_does_not_disturb_the_others() -> None:
     weights = torch.tensor([[math.nan, math.nan], [1.0, 0.0]], dtype=torch.float64)
     broken, fine = draw(weights, [0.5, 0.5]).tolist()
     assert broken in (0, 1)
@@ -69,7 +69,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert counts == {0: 100, 1: 200, 3: 500}
 
 
-def test_rows_are_greedy_or_drawn_each_by_its_own_temperature() -> None:
+def test_rows_are_greedy_or_drawn_by_their_temperature() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.9]] * 3)
     greedy, warm = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0))
     params = [greedy, warm, warm]
@@ -82,7 +82,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert choose(logits, distribution(logits, [tiny]), [tiny], [0.0]).tolist() == [1]
 
 
-def test_the_distribution_of_a_greedy_row_is_that_at_temperature_1_in_any_company() -> None:
+def test_distribution_of_a_greedy_row_is_that_at_temperature_1() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.9]] * 2)
     greedy = SamplingParams(max_tokens=1, temperature=0.0, top_k=1, min_p=0.9, top_p=0.1)
     warm = SamplingParams(max_tokens=1, top_k=1)
@@ -100,7 +100,7 @@ def test_the_distribution_of_a_greedy_row_is_that_at_temperature_1_in_any_compan
     frequency=st.sampled_from([-0.5, 0.0, 0.25]),
     presence=st.sampled_from([-1.0, 0.0, 0.5]),
 )
-def test_penalties_are_the_reference_ones(
+def test_penalties_match_the_reference(
     logits: list[float],
     prompt: list[int],
     completion: list[int],

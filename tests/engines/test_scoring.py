@@ -62,29 +62,29 @@ def scored(server: fake_server.FakeServer, name: str, start: int = 1, top: int =
     return asyncio.run(run())
 
 
-def told(found: Scores | None) -> list[float] | None:
-    return None if found is None else found.logprobs.tolist()
+def logprobs_of(scores: Scores | None) -> list[float] | None:
+    return None if scores is None else scores.logprobs.tolist()
 
 
 @pytest.mark.parametrize("name", ["vllm", "openai:vllm"])
 def test_completions_score_a_prompt(server: fake_server.FakeServer, name: str) -> None:
     server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": ROWS}]})
-    assert told(scored(server, name)) == [-1.5, -2.5]
-    assert told(scored(server, name, start=2)) == [-2.5]
+    assert logprobs_of(scored(server, name)) == [-1.5, -2.5]
+    assert logprobs_of(scored(server, name, start=2)) == [-2.5]
 
 
-def test_alternatives_are_best_first_and_no_more_than_asked_for(server: fake_server.FakeServer) -> None:
+def test_alternatives_are_sorted_and_limited_to_the_requested_number(server: fake_server.FakeServer) -> None:
     server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": ROWS}]})
-    found = scored(server, "vllm", top=2)
-    assert found is not None
-    assert found.top.tolist() == [[-0.5, -1.5], [-0.25, -2.0]]
+    scores = scored(server, "vllm", top=2)
+    assert scores is not None
+    assert scores.top.tolist() == [[-0.5, -1.5], [-0.25, -2.0]]
 
 
-def test_the_other_route_is_asked_where_completions_do_not_tell(server: fake_server.FakeServer) -> None:
+def test_other_route_is_used_if_completions_give_no_scores(server: fake_server.FakeServer) -> None:
     server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": None}]})
     assert scored(server, "vllm") is None
     server.answers["/inference/v1/generate"] = JSONResponse({"choices": [], "prompt_logprobs": ROWS})
-    assert told(scored(server, "vllm")) == [-1.5, -2.5]
+    assert logprobs_of(scored(server, "vllm")) == [-1.5, -2.5]
     assert scored(server, "openai:vllm") is None
 
 
@@ -97,14 +97,14 @@ def test_the_other_route_is_asked_where_completions_do_not_tell(server: fake_ser
         ([], None),
     ],
 )
-def test_sglang_scores_the_very_ids(
+def test_sglang_scores_the_sent_ids(
     server: fake_server.FakeServer, entries: list[Any], expected: list[float] | None
 ) -> None:
     server.answers["/generate"] = JSONResponse({"meta_info": {"input_token_logprobs": entries}})
-    assert told(scored(server, "sglang")) == expected
+    assert logprobs_of(scored(server, "sglang")) == expected
 
 
-def test_sglang_is_asked_from_the_position_before(server: fake_server.FakeServer) -> None:
+def test_sglang_request_starts_one_position_earlier(server: fake_server.FakeServer) -> None:
     asked: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> JSONResponse:
@@ -114,13 +114,13 @@ def test_sglang_is_asked_from_the_position_before(server: fake_server.FakeServer
         return JSONResponse({"meta_info": {"input_token_logprobs": entries, "input_top_logprobs": best}})
 
     server.answers["/generate"] = answer
-    found = scored(server, "sglang", start=2, top=2)
-    assert found is not None
-    assert (told(found), found.top.tolist()) == ([-2.5], [[-0.5, -2.5]])
+    scores = scored(server, "sglang", start=2, top=2)
+    assert scores is not None
+    assert (logprobs_of(scores), scores.top.tolist()) == ([-2.5], [[-0.5, -2.5]])
     assert (asked[0]["logprob_start_len"], asked[0]["top_logprobs_num"]) == (1, 2)
 
 
-def test_logits_are_no_scores(server: fake_server.FakeServer) -> None:
+def test_logits_are_refused_as_scores(server: fake_server.FakeServer) -> None:
     rows = [None, {"4": {"logprob": 11.5}}, {"5": {"logprob": 7.5}}]
     server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": rows}]})
     with pytest.raises(EngineContractError, match="logits"):
@@ -128,18 +128,18 @@ def test_logits_are_no_scores(server: fake_server.FakeServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "llamacpp", "openai:tensorrt_llm"])
-def test_a_server_that_does_not_tell_gives_nothing(server: fake_server.FakeServer, name: str) -> None:
+def test_server_without_scores_gives_none(server: fake_server.FakeServer, name: str) -> None:
     assert scored(server, name) is None
 
 
 @pytest.mark.parametrize(("name", "path"), [("vllm", "/inference/v1/generate"), ("sglang", "/generate")])
-def test_a_server_that_refuses_the_ids_says_so(server: fake_server.FakeServer, name: str, path: str) -> None:
+def test_refusal_of_ids_by_the_server_is_an_error(server: fake_server.FakeServer, name: str, path: str) -> None:
     server.answers |= dict.fromkeys([path, "/v1/completions"], JSONResponse({"error": {"code": 400}}, 400))
     with pytest.raises(InvalidRequest, match=f"400 at {path}"):
         scored(server, name)
 
 
-def test_an_engine_that_can_not_score_says_so_for_good(server: fake_server.FakeServer) -> None:
+def test_engine_that_can_not_score_fails_permanently(server: fake_server.FakeServer) -> None:
     info = EngineInfo("llamacpp", "1", "policy", 10, 100, "raw_logprobs", frozenset())
 
     async def run() -> None:
@@ -163,7 +163,7 @@ def test_an_engine_that_can_not_score_says_so_for_good(server: fake_server.FakeS
         ([3, 4, 5, 6], 1, 1, "at most 3"),
     ],
 )
-def test_what_can_not_be_scored_is_refused(ids: list[int], start: int, room: int, why: str) -> None:
+def test_ids_that_can_not_be_scored_are_refused(ids: list[int], start: int, room: int, why: str) -> None:
     info = EngineInfo("vllm", "1", "policy", 10, 4, "raw_logprobs", frozenset())
     with pytest.raises(InvalidRequest, match=why):
         refuse_unscorable(np.array(ids, np.int32), start, info, room=room)
@@ -175,7 +175,7 @@ def model(untrained_dir: Path) -> Any:
 
 
 def expected(model: Any, ids: np.ndarray) -> torch.Tensor:
-    """Log-probabilities of each position's next id, float64 [tokens - 1, vocabulary], without cache and chunks."""
+    """Return next-token log-probabilities, float64 [tokens - 1, vocabulary], without cache and chunks."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
     return logits.double().log_softmax(-1)
@@ -188,15 +188,15 @@ def ids(model: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("start", [1, 40, 89])
 @pytest.mark.parametrize("chunk", [7, 1024])
-def test_a_forward_pass_in_chunks_is_the_whole_one(model: Any, ids: np.ndarray, start: int, chunk: int) -> None:
-    found = ForwardPass(model, chunk=chunk).score(ids, start, top=5)
+def test_chunked_forward_pass_equals_the_whole_one(model: Any, ids: np.ndarray, start: int, chunk: int) -> None:
+    scores = ForwardPass(model, chunk=chunk).score(ids, start, top=5)
     rows = expected(model, ids)[start - 1 :]
     own = rows.gather(1, torch.from_numpy(ids[start:].astype(np.int64))[:, None])[:, 0]
-    np.testing.assert_allclose(found.logprobs, own, atol=1e-5)
-    np.testing.assert_allclose(found.top, rows.topk(5).values, atol=1e-5)
+    np.testing.assert_allclose(scores.logprobs, own, atol=1e-5)
+    np.testing.assert_allclose(scores.top, rows.topk(5).values, atol=1e-5)
 
 
-def test_ids_that_begin_alike_are_computed_once(model: Any, ids: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_prefixes_are_computed_once(model: Any, ids: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
     forward = model.forward
 
@@ -208,17 +208,17 @@ def test_ids_that_begin_alike_are_computed_once(model: Any, ids: np.ndarray, mon
     monkeypatch.setattr(model, "forward", counted)
     scorer = ForwardPass(model)
     other = np.concatenate([ids[:60], ids[:20]])
-    for one, start in ((ids, 50), (other, 61), (ids[:30], 10), (other, 61)):
-        found = scorer.score(one, start)
-        rows = expected(model, one)[start - 1 :]
+    for row_ids, start in ((ids, 50), (other, 61), (ids[:30], 10), (other, 61)):
+        scores = scorer.score(row_ids, start)
+        rows = expected(model, row_ids)[start - 1 :]
         computed.pop()
-        own = rows.gather(1, torch.from_numpy(one[start:].astype(np.int64))[:, None])[:, 0]
-        np.testing.assert_allclose(found.logprobs, own, atol=1e-5)
-    # 90 - 1; from the common 60 on; from start - 1 on; from the 29 that the one before left.
+        own = rows.gather(1, torch.from_numpy(row_ids[start:].astype(np.int64))[:, None])[:, 0]
+        np.testing.assert_allclose(scores.logprobs, own, atol=1e-5)
+    # 90 - 1; from the common 60 on; from start - 1 on; from the 29 that the previous call left.
     assert computed == [89, 19, 20, 50]
 
 
-def test_a_forward_pass_that_fails_leaves_nothing_behind(model: Any, ids: np.ndarray) -> None:
+def test_failed_forward_pass_leaves_no_state(model: Any, ids: np.ndarray) -> None:
     scorer = ForwardPass(model, chunk=30)
     good = scorer.score(ids, 1).logprobs
     with pytest.raises((IndexError, RuntimeError)):
@@ -226,7 +226,7 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind(model: Any, ids: np.nda
     np.testing.assert_allclose(scorer.score(ids, 1).logprobs, good, atol=1e-5)
 
 
-def test_the_embedded_engine_scores_beside_what_it_samples(untrained_dir: Path, model: Any, ids: np.ndarray) -> None:
+def test_embedded_engine_scores_while_it_samples(untrained_dir: Path, model: Any, ids: np.ndarray) -> None:
     async def run() -> tuple[Scores, Scores]:
         engine = TransformersEngine.open(untrained_dir, max_context=128)
         try:

@@ -1,8 +1,7 @@
-"""Whole sessions through the gateway on real servers of inference engines, compared with what those say themselves.
+"""Whole sessions through the gateway on real servers of inference engines, compared with the servers' logs.
 
-The servers write every request and its ids to their logs, which Tokentape has no part in; log-probabilities are
-compared with the model's own forward pass. The tests of an engine share its server and run in the order in which they
-stand here: the last one kills it.
+The servers log every request and its ids without Tokentape. Log-probabilities are compared with the model's forward
+pass. The tests of an engine share its server and run in the order of this file: the last one kills it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ VLLM = os.environ.get("TOKENTAPE_VLLM_BIN")
 SGLANG = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 CONTEXT = 2048
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32, between the engines' kernels and the plain forward pass."""
+"""Tolerance of log-probabilities in float32, between the engines' kernels and the plain forward pass."""
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and completion of a call."""
@@ -57,7 +56,7 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class Kind:
-    """How an engine's server is started and what it can be asked."""
+    """The command of an engine's server and its supported features."""
 
     name: str
     command: str
@@ -67,12 +66,12 @@ class Kind:
     seeded: bool
     """Calls may have a seed."""
     finished_in_log: Callable[[str], list[Pair]]
-    """Prompt and completion of the calls whose completions the server logs."""
+    """Reads prompt and completion of calls from the server's log."""
     prompts_in_log: Callable[[str], list[tuple[int, ...]]]
 
 
 def ids(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(",") if one.strip())
+    return tuple(int(token_id) for token_id in text.split(",") if token_id.strip())
 
 
 VLLM_PROMPT = re.compile(r"Request (\S+) details: prompt: .*?, prompt_token_ids: \[([0-9, ]*)\], prompt_embeds")
@@ -84,20 +83,20 @@ def vllm_prompts(log: str) -> list[tuple[int, ...]]:
 
 
 def vllm_finished(log: str) -> list[Pair]:
-    """Of calls that were not streamed: no others' completions are logged."""
+    """Only for calls without streaming: no other completions are logged."""
     prompts = dict(VLLM_PROMPT.findall(log))
     return [(ids(prompts[name]), ids(output)) for name, output in VLLM_OUTPUT.findall(log)]
 
 
 def sglang_finished(log: str) -> list[Pair]:
-    found = []
+    calls = []
     for line in log.splitlines():
         if '"request.finished"' in line:
             entry = json.loads(line[line.index("{") :])
             if entry["obj"]["input_ids"] is None:
-                continue  # The server's own check of its health.
-            found.append((tuple(entry["obj"]["input_ids"]), tuple(entry["out"]["output_ids"])))
-    return found
+                continue  # The server's health check.
+            calls.append((tuple(entry["obj"]["input_ids"]), tuple(entry["out"]["output_ids"])))
+    return calls
 
 
 KINDS = {
@@ -166,11 +165,11 @@ class Server:
         self.post("/update_weight_version", body)
 
     def busy(self) -> bool:
-        """Whether it samples for anybody."""
+        """Return whether it is sampling."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
-            found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
-        assert found is not None
-        return float(found[1]) > 0
+            match = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
+        assert match is not None
+        return float(match[1]) > 0
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -190,12 +189,12 @@ pytestmark = pytest.mark.engines
     ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    one = Server(KINDS[request.param], tmp_path_factory.mktemp("server") / "log")
-    one.start()
+    running_server = Server(KINDS[request.param], tmp_path_factory.mktemp("server") / "log")
+    running_server.start()
     try:
-        yield one
+        yield running_server
     finally:
-        one.stop()
+        running_server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +208,7 @@ def forward() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def gateway(server: Server, renderer: Renderer, data: Path, *, pool: bool = False, capture: bool = False) -> Opening:
-    """A gateway in front of the server, recording to `data`."""
+    """Run a gateway over the server that records to `data`."""
     vocab_size = renderer.tokenizer.vocab_size
 
     async def opening() -> ASGIApp:
@@ -230,7 +229,7 @@ def gateway(server: Server, renderer: Renderer, data: Path, *, pool: bool = Fals
 
 
 class Seedless:
-    """A client of OpenAI's API that leaves the seed out, for engines that have none."""
+    """An OpenAI client without the seed, for engines that support none."""
 
     def __init__(self, client: AsyncOpenAI) -> None:
         self._client = client
@@ -242,7 +241,7 @@ class Seedless:
 
 
 async def run_agents(base_url: str, kind: Kind) -> int:
-    """Run the engine's number of sessions, half of them greedily, half streamed; how many were solved."""
+    """Run the engine's number of sessions, half of them greedily, half streamed. Return the number of solved tasks."""
     tasks = [task for task in sample_tasks(0, 4 * kind.sessions, "heldout") if len(task.questions) > 1]
     assert len(tasks) >= kind.sessions
     at_once = asyncio.Semaphore(kind.at_once)
@@ -271,7 +270,7 @@ def recorded(data: Path) -> list[StoredSession]:
 
 
 def largest_difference(sessions: list[StoredSession], forward: Callable[[np.ndarray], np.ndarray]) -> float:
-    """Of any recorded log-probability from the model's own."""
+    """Return the largest difference of a recorded log-probability from the model's."""
     largest = 0.0
     for session in sessions:
         for trajectory in session.trajectories():
@@ -282,7 +281,7 @@ def largest_difference(sessions: list[StoredSession], forward: Callable[[np.ndar
     return largest
 
 
-def test_every_call_of_many_tool_sessions_is_what_the_engine_says_it_was(
+def test_calls_of_many_tool_sessions_match_the_engine_s_log(
     server: Server, renderer: Renderer, tmp_path: Path, forward: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     kind, before = server.kind, len(server.text())
@@ -307,7 +306,9 @@ def test_every_call_of_many_tool_sessions_is_what_the_engine_says_it_was(
             if int(session.info.session_id) % 2 == 0:
                 whole.append(call)
         # Greedy sessions have a reservation: `other logprobs`.
-        assert {one.verdict.partition(",")[0] for one in session.trajectories()} <= {"exact", "closed"}, number
+        assert {trajectory.verdict.partition(",")[0] for trajectory in session.trajectories()} <= {"exact", "closed"}, (
+            number
+        )
     log = server.text()[before:]
     prompts = Counter(kind.prompts_in_log(log))
     assert not Counter(prompt for prompt, _ in calls) - prompts
@@ -325,12 +326,12 @@ def test_every_call_of_many_tool_sessions_is_what_the_engine_says_it_was(
     )
 
 
-def test_a_call_that_is_left_is_aborted_in_the_engine_and_kept_as_aborted(
+def test_abandoned_call_is_aborted_in_the_engine_and_recorded_as_aborted(
     server: Server, renderer: Renderer, tmp_path: Path
 ) -> None:
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "stream": True}
     if server.kind.name == "sglang":
-        # Without stop ids nothing of the model's own ends it.
+        # Without stop ids, the model's EOS does not end it.
         body["stop_token_ids"] = []
     with running(gateway(server, renderer, tmp_path)) as base_url:
         with httpx2.stream("POST", f"{base_url}/sessions/left/v1/completions", json=body, timeout=60) as reply:
@@ -364,7 +365,7 @@ QUESTION = {"role": "user", "content": "What is 12 plus 30?"}
 FOLLOWING = {"role": "user", "content": "And plus 7?"}
 
 
-def test_a_paused_gateway_holds_calls_back_and_goes_on_with_the_new_weights(
+def test_paused_gateway_holds_calls_and_continues_with_new_weights(
     server: Server, renderer: Renderer, tmp_path: Path
 ) -> None:
     with running(gateway(server, renderer, tmp_path)) as base_url, httpx2.Client(base_url=base_url, timeout=60) as http:
@@ -385,14 +386,14 @@ def test_a_paused_gateway_holds_calls_back_and_goes_on_with_the_new_weights(
     (session,) = recorded(tmp_path)
     assert [turn.parent for turn in session.turns] == [None, 0]
     if server.kind.name == "vllm":
-        # Nobody has named the weights to the server, so the gateway's names count.
+        # The server has no name for the weights, so the gateway's names count.
         assert [turn.weight_version for turn in session.turns] == ["before", "after"]
 
 
-def test_weights_renamed_within_a_turn_are_told_apart_at_the_right_token(
+def test_weight_names_within_a_turn_change_at_the_right_token(
     server: Server, renderer: Renderer, tmp_path: Path
 ) -> None:
-    """Between the tokens that had come when the name was changed and those that had come soon after."""
+    """The change lies between the tokens received at the renaming and those received shortly after."""
     most = 900 if server.kind.name == "vllm" else 400
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": most, "ignore_eos": True, "stream": True}
     body |= {"temperature": 1.0, "return_token_ids": True}
@@ -414,7 +415,7 @@ def test_weights_renamed_within_a_turn_are_told_apart_at_the_right_token(
                 renaming.start()
             if renaming is not None and not renaming.is_alive():
                 renamed_at = renamed_at or time.monotonic()
-                # What was sampled by then has come a second later.
+                # Tokens sampled by then have arrived a second later.
                 if not answered and time.monotonic() > renamed_at + 1:
                     answered = came
     assert renaming is not None
@@ -445,7 +446,7 @@ def test_a_server_that_renders_is_captured_with_its_own_prompts(
     calls = 0
     for session in sessions:
         tree = Session(session.info, session.turns)
-        verdicts.update(one.verdict for one in session.trajectories())
+        verdicts.update(trajectory.verdict for trajectory in session.trajectories())
         for turn in session.turns:
             calls += 1
             sent = tree.context_before(turn.seq)
@@ -458,7 +459,7 @@ def test_a_server_that_renders_is_captured_with_its_own_prompts(
                 drifts.append(at)
                 np.testing.assert_array_equal(sent[:at], context[:at])
                 assert at == len(sent) or sent[at] != context[at]
-    assert {one.partition(",")[0] for one in verdicts} <= {"captured", "captured with drift"}
+    assert {verdict.partition(",")[0] for verdict in verdicts} <= {"captured", "captured with drift"}
     assert not verify(tmp_path).findings
     difference = largest_difference(sessions, forward)
     assert difference < TOLERANCE
@@ -468,7 +469,7 @@ def test_a_server_that_renders_is_captured_with_its_own_prompts(
     )
 
 
-def test_a_session_goes_on_with_the_same_prefix_after_its_engine_was_restarted(
+def test_session_continues_with_the_same_prefix_after_an_engine_restart(
     server: Server, renderer: Renderer, tmp_path: Path
 ) -> None:
     with running(gateway(server, renderer, tmp_path, pool=True)) as base_url:

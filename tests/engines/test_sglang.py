@@ -1,4 +1,4 @@
-"""The SGLang engine: what it sends, what it makes of replies, and what it refuses to make of wrong ones."""
+"""The SGLang engine: request bodies, reading replies, and refusal of wrong replies."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ OFFERS_EVERYTHING = {
     "sampling_mask_max_tokens": 50,
 }
 
-# Fields of 0.5.23's GenerateReqInput and SamplingParams that there is a use for here, written down from its source.
+# Used fields of 0.5.23's GenerateReqInput and SamplingParams, copied from its source.
 # It ignores a field of the body that it does not know and refuses one of the sampling parameters.
 BODY_FIELDS = frozenset(
     {
@@ -129,7 +129,7 @@ def _forget(server: FakeServer) -> None:
 
 
 def sent_bodies(server: FakeServer) -> list[dict[str, Any]]:
-    """Bodies for little and for all that can be asked, streamed and not, by a server that offers all."""
+    """Return bodies for minimal and maximal requests, streamed and not, for a server with all features."""
     bodies = []
     experts = base64.b64encode(np.zeros(4 * 6, "<i4").tobytes()).decode()
 
@@ -155,7 +155,7 @@ def test_bodies_hold_only_fields_that_the_server_knows(server: FakeServer) -> No
 
 
 @pytest.mark.skipif(API_TYPES is None, reason="needs sglang/api/v1/api_types.py of a wheel: TOKENTAPE_SGLANG_API_TYPES")
-def test_bodies_satisfy_the_decoder_that_the_server_gates_them_with(server: FakeServer) -> None:
+def test_bodies_pass_the_server_s_decoder(server: FakeServer) -> None:
     assert API_TYPES is not None
     types = load(Path(API_TYPES))
     for body in sent_bodies(server):
@@ -164,7 +164,7 @@ def test_bodies_satisfy_the_decoder_that_the_server_gates_them_with(server: Fake
         assert read.sampling_params.stop_token_ids == body["sampling_params"]["stop_token_ids"]
         with pytest.raises(types.JsonContractError):
             types.GenerateRequest.from_json_value({**body, "sampling_params": {"max_tokens": 3}})
-    # The lists above are of this file, and of GenerateReqInput, which has a few fields more than it.
+    # The lists above are of this file and of GenerateReqInput, which has a few more fields.
     assert set(types.SamplingParams.__struct_fields__) >= SAMPLING_FIELDS
     beyond = {"return_routed_experts"}
     assert set(types.GenerateRequest.__struct_fields__) >= BODY_FIELDS - beyond
@@ -180,7 +180,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeServer) -> None:
+def test_every_sampling_parameter_is_sent_including_defaults(server: FakeServer) -> None:
     server.reset(answers(enable_deterministic_inference=True))
     sample(server, replace(PARAMS, seed=5))
     (body,) = server.bodies("/generate")
@@ -193,7 +193,7 @@ def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: F
     assert body["top_logprobs_num"] == 0
 
 
-def test_without_a_seed_a_deterministic_server_gets_another_one_for_each_call(server: FakeServer) -> None:
+def test_deterministic_server_gets_a_new_seed_for_each_call(server: FakeServer) -> None:
     server.reset(answers(enable_deterministic_inference=True))
     seeds = set()
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_end_of_sequence_ids_are_ignored_only_without_stop_ids(server: FakeServe
 @pytest.mark.parametrize(
     ("version", "field"), [("0.5.17", "extra_key"), ("0.5.18", "cache_salt"), ("main", "cache_salt")]
 )
-def test_the_salt_has_the_name_that_the_version_knows(server: FakeServer, version: str, field: str) -> None:
+def test_cache_salt_has_the_name_of_the_server_version(server: FakeServer, version: str, field: str) -> None:
     server.reset(answers(version))
     sample(server, replace(PARAMS, cache_salt="s"))
     (body,) = server.bodies("/generate")
@@ -222,20 +222,20 @@ def test_the_salt_has_the_name_that_the_version_knows(server: FakeServer, versio
 
 
 @pytest.mark.parametrize("params", [{"seed": 1}, {"priority": 1}, {"payloads_from": 0}])
-def test_what_this_server_would_ignore_is_refused(server: FakeServer, params: dict[str, Any]) -> None:
+def test_parameters_that_this_server_ignores_are_refused(server: FakeServer, params: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedParameter, match=next(iter(params))):
         sample(server, replace(PARAMS, **params))
     assert not server.bodies("/generate")
 
 
-def test_old_addresses_are_asked_where_the_new_ones_are_missing(server: FakeServer) -> None:
+def test_old_routes_are_used_if_the_new_ones_are_missing(server: FakeServer) -> None:
     for name in ("server_info", "model_info"):
         server.answers[f"/get_{name}"] = server.answers.pop(f"/{name}")
     assert joined(sample(server)) == (tuple(SAMPLED), tuple(LOGPROBS))
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_both_kinds_of_streams_give_each_token_once(server: FakeServer, incremental: bool) -> None:
+def test_both_kinds_of_streams_yield_each_token_once(server: FakeServer, incremental: bool) -> None:
     def answer(body: dict[str, Any]) -> Response:
         stream = sse(events(body, incremental=incremental))
         return streaming(*(event + b"\n\n" for event in stream.split(b"\n\n")[:-1]), pause=0.05)
@@ -253,9 +253,7 @@ def test_both_kinds_of_streams_give_each_token_once(server: FakeServer, incremen
 
 @settings(max_examples=examples(25))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12), incremental=st.booleans())
-def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
-    server: FakeServer, cuts: list[int], incremental: bool
-) -> None:
+def test_deltas_do_not_depend_on_stream_chunking(server: FakeServer, cuts: list[int], incremental: bool) -> None:
     def answer(body: dict[str, Any]) -> Response:
         stream = sse(events(body, incremental=incremental))
         ends = sorted({cut for cut in cuts if cut < len(stream)} | {len(stream)})
@@ -267,13 +265,13 @@ def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
-def test_tokens_of_other_weights_that_arrive_together_are_another_delta(server: FakeServer) -> None:
+def test_tokens_of_different_weights_are_separate_deltas(server: FakeServer) -> None:
     change = _set(1, "meta_info.weight_version", "v2")
     deltas = sample(server, answer=tampered(change))
     assert [(delta.token_ids, delta.weight_version) for delta in deltas[:2]] == [((11,), "v1"), ((11,), "v2")]
 
 
-def test_an_adapter_is_named_and_its_version_is_not_that_of_the_server_s_weights(server: FakeServer) -> None:
+def test_adapter_is_named_with_its_version_instead_of_the_server_s(server: FakeServer) -> None:
     with pytest.raises(UnsupportedParameter, match="adapter"):
         sample(server, replace(PARAMS, adapter="policy"))
     for adapter in ("policy", None):
@@ -285,7 +283,7 @@ def test_an_adapter_is_named_and_its_version_is_not_that_of_the_server_s_weights
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: FakeServer, incremental: bool) -> None:
+def test_tokens_before_an_error_count_however_they_arrive(server: FakeServer, incremental: bool) -> None:
     def answer(body: dict[str, Any]) -> Response:
         sent = events(body, incremental=incremental)[:2]
         return streaming(sse([*sent, {"error": {"code": 503}}]))
@@ -298,7 +296,7 @@ def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: Fake
     assert asyncio.run(main()) == [SampleDelta((11, 11), (-0.5, -1.5), weight_version="v1")]
 
 
-def test_a_whole_reply_gives_one_delta(server: FakeServer) -> None:
+def test_reply_without_streaming_gives_a_single_delta(server: FakeServer) -> None:
     (delta,) = sample(server, stream=False)
     assert (delta.token_ids, delta.logprobs, delta.finish_reason) == (tuple(SAMPLED), tuple(LOGPROBS), "length")
 
@@ -310,7 +308,7 @@ def test_a_whole_reply_gives_one_delta(server: FakeServer) -> None:
     incremental=st.booleans(),
     repeat=st.booleans(),
 )
-def test_however_a_stream_is_cut_its_ids_are_those_sampled(
+def test_stream_chunking_does_not_change_the_ids(
     ids: list[int], cuts: set[int], incremental: bool, repeat: bool
 ) -> None:
     ends = sorted({cut for cut in cuts if cut < len(ids)} | {len(ids)})
@@ -326,7 +324,7 @@ def test_however_a_stream_is_cut_its_ids_are_those_sampled(
             "output_token_logprobs": entries[first:end],
         }
         event = {"output_ids": ids[first:end], "meta_info": meta}
-        # A cumulative stream may say the same twice.
+        # A cumulative stream may repeat an event.
         sent += [event] * (2 if repeat and not incremental and end < len(ids) else 1)
         begin = end
     reply = SglangReply(replace(PARAMS, max_tokens=12), VOCAB_SIZE, prompt=b"[3,4,5]", prompt_tokens=3)
@@ -335,7 +333,7 @@ def test_however_a_stream_is_cut_its_ids_are_those_sampled(
     assert joined([*deltas, reply.last()])[0] == tuple(ids)
 
 
-def test_a_list_that_runs_ahead_of_the_other_waits_for_it(server: FakeServer) -> None:
+def test_longer_list_waits_for_the_shorter_one(server: FakeServer) -> None:
     def ahead(sent: Events) -> None:
         sent[1]["output_ids"] = SAMPLED[:3]
 
@@ -348,7 +346,7 @@ def test_a_stop_id_is_kept_in_the_ids_and_named(server: FakeServer) -> None:
     assert (last.token_ids[-1], last.finish_reason, last.stop) == (13, "stop", 13)
 
 
-def test_an_end_of_the_models_own_is_a_stop_at_its_id(server: FakeServer) -> None:
+def test_model_eos_is_a_stop_at_its_id(server: FakeServer) -> None:
     change: Callable[[Events], object] = lambda sent: sent[-1]["meta_info"].update(  # noqa: E731
         finish_reason={"type": "stop", "matched": 13}
     )
@@ -358,13 +356,13 @@ def test_an_end_of_the_models_own_is_a_stop_at_its_id(server: FakeServer) -> Non
         sample(server, answer=tampered(change))
 
 
-def test_a_change_of_weights_within_a_completion_gives_two_spans(server: FakeServer) -> None:
+def test_weight_change_within_a_completion_gives_two_spans(server: FakeServer) -> None:
     spans = [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}]
     last = sample(server, answer=tampered(lambda sent: sent[-1]["meta_info"].update(weight_versions=spans)))[-1]
     assert last.weight_spans == (WeightSpan("v1", 0, 2), WeightSpan("v2", 2, 3))
 
 
-def test_routed_experts_come_as_rows_per_token_from_the_offset_asked_for(server: FakeServer) -> None:
+def test_routed_experts_are_rows_per_token_from_the_requested_offset(server: FakeServer) -> None:
     server.reset(answers(**OFFERS_EVERYTHING))
     rows = np.arange(4 * 6, dtype="<i4").reshape(4, 6)
     coded = base64.b64encode(rows.tobytes()).decode()
@@ -376,15 +374,15 @@ def test_routed_experts_come_as_rows_per_token_from_the_offset_asked_for(server:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mask_comes_with_the_logprobs_over_it(server: FakeServer, stream: bool) -> None:
+def test_mask_is_returned_with_logprobs_over_it(server: FakeServer, stream: bool) -> None:
     server.reset(answers(**OFFERS_EVERYTHING))
     deltas = sample(server, replace(PARAMS, top_k=40, supports=2), stream=stream)
-    found = [support for delta in deltas for support in delta.supports]
-    assert [None if ids is None else ids.tolist() for ids in map(kept_ids, found)] == [[4, 11], None, [13]]
+    supports = [support for delta in deltas for support in delta.supports]
+    assert [None if ids is None else ids.tolist() for ids in map(kept_ids, supports)] == [[4, 11], None, [13]]
     assert [value for delta in deltas for value in delta.logprobs] == OVER_MASKS
 
 
-def test_alternatives_are_over_the_mask_too(server: FakeServer) -> None:
+def test_alternatives_are_also_over_the_mask(server: FakeServer) -> None:
     model = np.random.default_rng(0).normal(size=(3, VOCAB_SIZE)) * 2
     model -= np.log(np.exp(model).sum(-1, keepdims=True))
     likeliest = np.argsort(-model)[:, :5].tolist()
@@ -393,7 +391,7 @@ def test_alternatives_are_over_the_mask_too(server: FakeServer) -> None:
         [likeliest[0][2], likeliest[1][0], likeliest[2][1]],
     )
     over = [
-        {one: float(model[at, one] - np.log(np.exp(model[at, mask]).sum())) for one in mask}
+        {token_id: float(model[at, token_id] - np.log(np.exp(model[at, mask]).sum())) for token_id in mask}
         for at, mask in enumerate(masks)
     ]
     server.reset(answers(**OFFERS_EVERYTHING))
@@ -401,10 +399,12 @@ def test_alternatives_are_over_the_mask_too(server: FakeServer) -> None:
     def change(sent: Events) -> None:
         sent[-1]["output_ids"] = sampled
         sent[-1]["meta_info"] |= {
-            "output_token_logprobs": [[model[at, one], one, None] for at, one in enumerate(sampled)],
-            "output_top_logprobs": [[[model[at, one], one, None] for one in row] for at, row in enumerate(likeliest)],
+            "output_token_logprobs": [[model[at, token_id], token_id, None] for at, token_id in enumerate(sampled)],
+            "output_top_logprobs": [
+                [[model[at, token_id], token_id, None] for token_id in row] for at, row in enumerate(likeliest)
+            ],
             "output_token_sampling_mask": masks,
-            "output_token_sampling_logprobs": [row[one] for row, one in zip(over, sampled, strict=True)],
+            "output_token_sampling_logprobs": [row[token_id] for row, token_id in zip(over, sampled, strict=True)],
         }
 
     asked = replace(PARAMS, top_k=40, supports=64, top_logprobs=5)
@@ -414,7 +414,7 @@ def test_alternatives_are_over_the_mask_too(server: FakeServer) -> None:
     assert [list(dict(top)) for top in delta.top_logprobs] == masks
 
 
-def test_no_alternatives_are_asked_for_with_a_mask_where_they_are_from_before_temperature(server: FakeServer) -> None:
+def test_masks_exclude_alternatives_from_before_temperature(server: FakeServer) -> None:
     plain = {
         **answers(**OFFERS_EVERYTHING),
         "/generate": lambda body: generate(body | {"sampling_params": body["sampling_params"] | {"temperature": 1.0}}),
@@ -428,7 +428,7 @@ def test_no_alternatives_are_asked_for_with_a_mask_where_they_are_from_before_te
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 51}, {"top_k": 40, "temperature": 0.0}])
-def test_no_mask_is_asked_for_where_the_server_would_refuse_the_call(server: FakeServer, params: Any) -> None:
+def test_no_mask_is_requested_if_the_server_would_refuse_the_call(server: FakeServer, params: Any) -> None:
     server.reset(answers(**OFFERS_EVERYTHING))
     deltas = sample(server, replace(PARAMS, supports=64, **params))
     assert "return_sampling_mask" not in server.asked[-1][1]
@@ -446,7 +446,7 @@ def test_no_mask_is_asked_for_where_the_server_would_refuse_the_call(server: Fak
         ("logprobs", [-0.25, -1.25], "2 log-probabilities for 3 ids"),
     ],
 )
-def test_a_mask_that_the_sampled_id_is_not_in_is_refused(server: FakeServer, field: str, value: Any, says: str) -> None:
+def test_mask_without_the_sampled_id_is_refused(server: FakeServer, field: str, value: Any, says: str) -> None:
     server.reset(answers(**OFFERS_EVERYTHING))
     answer = tampered(_set(-1, f"meta_info.output_token_sampling_{field}", value))
     with pytest.raises(EngineContractError, match=says):
@@ -454,7 +454,7 @@ def test_a_mask_that_the_sampled_id_is_not_in_is_refused(server: FakeServer, fie
 
 
 def _set(event: int, path: str, value: object) -> Callable[[Events], None]:
-    """A change of one field of one event; `path` is dotted."""
+    """Return a change of a field of an event; `path` is dotted."""
 
     def change(sent: Events) -> None:
         at: Any = sent[event]
@@ -487,9 +487,7 @@ def _set(event: int, path: str, value: object) -> Callable[[Events], None]:
         (_set(0, "output_ids", ["11"]), "reply is not in"),
     ],
 )
-def test_a_reply_that_disagrees_with_itself_is_refused(
-    server: FakeServer, change: Callable[[Events], None], says: str
-) -> None:
+def test_inconsistent_reply_is_refused(server: FakeServer, change: Callable[[Events], None], says: str) -> None:
     with pytest.raises(EngineContractError, match=says):
         sample(server, answer=tampered(change))
 
@@ -532,7 +530,7 @@ def test_an_incremental_stream_aborted_while_it_waits_repeats_its_last_id(server
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, InvalidRequest), (503, EngineUnavailable), (500, EngineError)])
-def test_an_abort_with_a_status_is_that_error(server: FakeServer, status: int, kind: type[TokentapeError]) -> None:
+def test_abort_with_a_status_raises_that_error(server: FakeServer, status: int, kind: type[TokentapeError]) -> None:
     finish = {"type": "abort", "message": "secret prompt text", "status_code": status}
     with pytest.raises(kind) as caught:
         sample(server, answer=tampered(_set(-1, "meta_info.finish_reason", finish)))
@@ -564,7 +562,7 @@ def test_a_silent_server_is_a_timeout(server: FakeServer) -> None:
         )
 
 
-def test_leaving_a_call_aborts_exactly_that_one_in_the_server(server: FakeServer) -> None:
+def test_abandoning_a_call_aborts_exactly_that_call_in_the_server(server: FakeServer) -> None:
     async def main() -> None:
         engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
         server.answers["/generate"] = lambda body: streaming(sse(events(body)[:1])[:-14], then="stall")
@@ -580,7 +578,7 @@ def test_leaving_a_call_aborts_exactly_that_one_in_the_server(server: FakeServer
     assert server.client_left.wait(PATIENCE)
 
 
-def test_a_call_is_interrupted_by_its_id_and_no_other_is(server: FakeServer) -> None:
+def test_call_is_interrupted_by_its_id_alone(server: FakeServer) -> None:
     async def main() -> None:
         engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
         server.answers["/generate"] = lambda body: streaming(sse(events(body)[:1])[:-14], then="stall")
@@ -603,13 +601,13 @@ def test_a_call_that_ended_is_not_aborted(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("bad", [VOCAB_SIZE, -1])
-def test_an_id_outside_the_vocabulary_is_never_sent(server: FakeServer, bad: int) -> None:
+def test_id_outside_the_vocabulary_is_never_sent(server: FakeServer, bad: int) -> None:
     with pytest.raises(InvalidRequest, match="not in this model's vocabulary"):
         sample(server, prompt=np.array([1, bad], np.int32))
     assert not server.asked
 
 
-def test_the_budget_is_cut_to_the_context_which_the_server_would_refuse(server: FakeServer) -> None:
+def test_max_tokens_beyond_the_context_is_reduced(server: FakeServer) -> None:
     prompt = np.ones(MAX_CONTEXT - 2, np.int32)
     deltas = sample(server, replace(PARAMS, max_tokens=50), prompt=prompt)
     assert server.bodies("/generate")[0]["sampling_params"]["max_new_tokens"] == 2
@@ -617,7 +615,7 @@ def test_the_budget_is_cut_to_the_context_which_the_server_would_refuse(server: 
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_opening_finds_out_whether_temperature_is_in_the_logprobs(server: FakeServer, scaled: bool) -> None:
+def test_opening_detects_whether_logprobs_include_temperature(server: FakeServer, scaled: bool) -> None:
     def answer(body: dict[str, Any]) -> Any:
         if not scaled:
             body["sampling_params"]["temperature"] = 1.0
@@ -666,14 +664,14 @@ def test_a_structural_tag_is_sent_as_text_where_xgrammar_reads_it(server: FakeSe
         sample(server, tagged)
 
 
-def test_a_server_without_grammars_follows_no_schema(server: FakeServer) -> None:
+def test_server_without_grammars_refuses_schemas(server: FakeServer) -> None:
     server.reset(answers(grammar_backend="none"))
     with pytest.raises(UnsupportedParameter, match="json_schema"):
         sample(server, replace(PARAMS, json_schema="{}"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_cached_tokens_come_with_the_last_delta(server: FakeServer, stream: bool) -> None:
+def test_cached_tokens_are_reported_with_the_last_delta(server: FakeServer, stream: bool) -> None:
     cached = tampered(lambda sent: sent[-1]["meta_info"].update(cached_tokens=2))
     *_, last = sample(server, stream=stream, answer=cached)
     assert last.cached_tokens == 2

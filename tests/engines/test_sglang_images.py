@@ -1,4 +1,4 @@
-"""Images through SGLang's `/generate`, and the sessions that it keeps: by contract, with a stand-in."""
+"""Images through SGLang's `/generate`, and its sessions, with a fake server."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ def _forget(server: FakeServer) -> None:
 
 
 def expanding(lengths: Sequence[int]) -> Callable[[dict[str, Any]], Response]:
-    """Answers of a server that repeats the placeholder (50) of each image so often, as its processors do."""
+    """Return replies of a server that repeats the placeholder (50) of each image, as its processors do."""
 
     def answer(body: dict[str, Any]) -> Response:
         left = iter(lengths)
-        ids = [one for token_id in body["input_ids"] for one in [token_id] * (next(left) if token_id == 50 else 1)]
+        ids = [
+            repeated
+            for token_id in body["input_ids"]
+            for repeated in [token_id] * (next(left) if token_id == 50 else 1)
+        ]
         return generate({**body, "input_ids": ids})
 
     return answer
@@ -79,23 +83,23 @@ def sampled_with_images(server: FakeServer, lengths: Sequence[int], *, stream: b
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_images_are_sent_with_one_placeholder_each(server: FakeServer, stream: bool) -> None:
+def test_images_are_sent_with_a_placeholder_each(server: FakeServer, stream: bool) -> None:
     deltas = sampled_with_images(server, [3, 2], stream=stream)
-    assert [one for delta in deltas for one in delta.token_ids] == SAMPLED
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == SAMPLED
     (body,) = server.bodies("/generate")
     assert body["input_ids"] == [3, 50, 4, 50, 5]
-    assert [base64.b64decode(one.partition("base64,")[2]) for one in body["image_data"]] == [b"one", b"two"]
+    assert [base64.b64decode(image.partition("base64,")[2]) for image in body["image_data"]] == [b"one", b"two"]
     assert body["return_prompt_token_ids"] is True
 
 
 @pytest.mark.parametrize("lengths", [[3, 1], [1, 1], [2, 3]])
-def test_an_image_of_another_length_in_the_server_fails_the_call(server: FakeServer, lengths: list[int]) -> None:
+def test_image_with_another_token_count_in_the_server_fails_the_call(server: FakeServer, lengths: list[int]) -> None:
     with pytest.raises(EngineContractError, match="prompt"):
         sampled_with_images(server, lengths)
 
 
-def test_ids_that_the_server_encoded_again_fail_the_call(server: FakeServer) -> None:
-    """With SGLANG_MM_AVOID_RETOKENIZE=0 it decodes the prompt and encodes the text."""
+def test_ids_retokenized_by_the_server_fail_the_call(server: FakeServer) -> None:
+    """With SGLANG_MM_AVOID_RETOKENIZE=0, the server decodes the prompt and encodes the text."""
 
     def encoding_again(body: dict[str, Any]) -> Response:
         return generate({**body, "input_ids": [7, *WITH_IMAGES.tolist()[1:]]})
@@ -114,7 +118,7 @@ def test_ids_that_the_server_encoded_again_fail_the_call(server: FakeServer) -> 
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.12"])
-def test_a_server_that_sees_nothing_or_returns_no_prompt_takes_no_images(server: FakeServer, version: str) -> None:
+def test_server_without_vision_or_prompt_ids_refuses_images(server: FakeServer, version: str) -> None:
     server.reset(answers(version) | ({"/model_info": SEES} if version == "0.5.12" else {}))
 
     async def main() -> None:
@@ -141,8 +145,8 @@ def test_a_body_with_images_satisfies_the_decoder_of_the_server(server: FakeServ
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_the_session_of_the_server_is_closed_with_ours(server: FakeServer, tmp_path: Path, keeps: bool) -> None:
-    """A deleted session, and one that leaves the memory. A server without session caches logs a warning instead."""
+def test_server_session_is_closed_with_the_gateway_s(server: FakeServer, tmp_path: Path, keeps: bool) -> None:
+    """Sessions are closed if deleted or if they leave the memory. A server without session caches logs a warning."""
     server.reset(answers(enable_session_radix_cache=keeps) | {"/close_session": Response()})
 
     async def main() -> None:

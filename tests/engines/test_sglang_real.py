@@ -1,4 +1,4 @@
-"""The SGLang engine against a real SGLang server on the demonstration model, compared with its own forward pass."""
+"""The SGLang engine against a real SGLang server on the demonstration model, compared with its forward pass."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SERVER = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 CONTEXT = 1024
 VOCAB_SIZE = 4000
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32, between SGLang's kernels and the plain forward pass."""
+"""Tolerance of log-probabilities in float32, between SGLang's kernels and the plain forward pass."""
 SUPPORT_TOLERANCE = 2e-5
-"""Of log-probabilities over a mask, from a forward pass in float64. A pass in float32 is about as far from it."""
+"""Tolerance of log-probabilities over a mask, from a float64 forward pass. A float32 pass differs about as much."""
 
 pytestmark = [
     pytest.mark.engines,
@@ -59,7 +59,7 @@ def running(log: Any, *more: str) -> Any:
 
 @pytest.fixture(scope="module", params=["cumulative", "incremental"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server for each kind of stream."""
+    """Run a server for each kind of stream."""
     more = ["--incremental-streaming-output"] if request.param == "incremental" else []
     with running(tmp_path_factory.mktemp("sglang") / "log", *more) as url:
         yield url
@@ -86,14 +86,14 @@ def post(server: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled(logits: np.ndarray, temperature: float) -> np.ndarray:
-    """Log-probabilities after temperature, of those before it."""
+    """Return log-probabilities after temperature."""
     heated = logits / temperature
     return np.asarray(heated - np.logaddexp.reduce(heated, axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("verify_prompt", [False, True])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_logprobs_are_those_of_the_forward_pass_after_temperature(
+def test_logprobs_match_the_forward_pass_after_temperature(
     server: str,
     forward: Callable[[np.ndarray], np.ndarray],
     prompt: np.ndarray,
@@ -115,14 +115,14 @@ def test_logprobs_are_those_of_the_forward_pass_after_temperature(
             assert (expected.max(axis=1) - logprobs < TOLERANCE).all()
 
 
-def test_the_completions_api_behind_a_router_gives_the_same(server: str, prompt: np.ndarray) -> None:
+def test_completions_api_through_a_router_gives_the_same_tokens(server: str, prompt: np.ndarray) -> None:
     async def body(engine: Any) -> Any:
         return [await collect(engine, prompt, GREEDY, stream=stream) for stream in (True, False)]
 
     native = use(opened(server), body)
     through = use(lambda: OpenAiEngine.open(server, vocab_size=VOCAB_SIZE), body)
     for (ids, logprobs, _), (other_ids, other, _) in zip(native, through, strict=True):
-        end = min(len(ids), len(other_ids))  # the completions API also ends at the model's own end
+        end = min(len(ids), len(other_ids))  # the completions API also ends at the model's EOS
         np.testing.assert_array_equal(ids[:end], other_ids[:end])
         np.testing.assert_allclose(logprobs[:end], other[:end], atol=TOLERANCE)
 
@@ -166,7 +166,7 @@ def test_the_end_of_the_context_is_a_length_stop(server: str, prompt: np.ndarray
     assert 1 <= use(opened(server), body) <= 9
 
 
-def test_what_only_the_server_can_refuse_is_an_invalid_request(server: str, prompt: np.ndarray) -> None:
+def test_refusals_by_the_server_are_invalid_requests(server: str, prompt: np.ndarray) -> None:
     for stream in (True, False):
         with pytest.raises(InvalidRequest):
             use(
@@ -178,7 +178,7 @@ def test_what_only_the_server_can_refuse_is_an_invalid_request(server: str, prom
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_a_call_aborts_it_in_the_server_at_once(server: str, prompt: np.ndarray, stream: bool) -> None:
+def test_abandoning_a_call_aborts_it_in_the_server_immediately(server: str, prompt: np.ndarray, stream: bool) -> None:
     def busy() -> int:
         with urllib.request.urlopen(f"{server}/v1/loads", timeout=10) as reply:
             return sum(load["num_running_reqs"] for load in json.loads(reply.read())["loads"])
@@ -255,9 +255,9 @@ def test_concurrent_calls_do_not_mix(server: str, prompt: np.ndarray) -> None:
 
 
 def cut(rows: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Which ids SGLang's source says that it keeps, and which are so close to a limit that rounding decides.
+    """Return the ids that SGLang keeps by its source, and the ids so close to a limit that rounding decides.
 
-    Of log-probabilities after temperature, float64 [tokens, vocabulary]. Its top-p counts what top-k cuts.
+    Takes log-probabilities after temperature, float64 [tokens, vocabulary]. Its top-p counts ids that top-k cuts.
     """
     order = np.argsort(-rows, axis=-1, kind="stable")
     likely = np.exp(np.take_along_axis(rows, order, -1))
@@ -267,10 +267,10 @@ def cut(rows: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarra
     near = (np.abs(before - params.top_p) < 1e-5) | (np.abs(likely - floor) < 1e-5 * floor)
     # Equal probabilities on both sides of top-k.
     near |= np.abs(likely - likely[:, params.top_k - 1 : params.top_k]) < 1e-5 * likely
-    found = np.zeros((2, *rows.shape), bool)
-    for mine, sorted_so in zip(found, (kept, near), strict=True):
+    masks_by_rule = np.zeros((2, *rows.shape), bool)
+    for mine, sorted_so in zip(masks_by_rule, (kept, near), strict=True):
         np.put_along_axis(mine, order, sorted_so, -1)
-    return found[0], found[1]
+    return masks_by_rule[0], masks_by_rule[1]
 
 
 def test_ten_thousand_truncated_tokens_stay_within_their_masks_and_have_their_declared_logprobs(server: str) -> None:
@@ -295,9 +295,9 @@ def test_ten_thousand_truncated_tokens_stay_within_their_masks_and_have_their_de
     for params in truncated:
         for number, deltas in enumerate(use(opened(server), lambda engine, params=params: calls(engine, params))):
             prompt = np.random.default_rng(number).integers(0, 3900, 20).astype(np.int32)
-            ids = np.array([one for delta in deltas for one in delta.token_ids], np.int32)
-            declared = np.array([one for delta in deltas for one in delta.logprobs])
-            masks = [kept_ids(one) for delta in deltas for one in delta.supports]
+            ids = np.array([sampled_id for delta in deltas for sampled_id in delta.token_ids], np.int32)
+            declared = np.array([value for delta in deltas for value in delta.logprobs])
+            masks = [kept_ids(support) for delta in deltas for support in delta.supports]
             context, first = np.concatenate([prompt, ids]), len(prompt) - 1
             rows = scaled(forward(context)[first:-1], params.temperature)
             single = scaled(plain(context)[first:-1], params.temperature)
@@ -313,12 +313,12 @@ def test_ten_thousand_truncated_tokens_stay_within_their_masks_and_have_their_de
                 exact = row[token_id] - np.logaddexp.reduce(row[mask])
                 apart.append(abs(exact - logprob))
                 rounding = max(rounding, abs(exact - rounded[token_id] + np.logaddexp.reduce(rounded[mask])))
-                # Without one id of the mask it is another distribution.
+                # Without any of the mask's ids, the distribution differs.
                 other = mask[mask != token_id]
                 if len(other):
                     fewer = np.setdiff1d(mask, other[np.argmax(row[other])])
                     assert row[token_id] - np.logaddexp.reduce(row[fewer]) - logprob > 1e-4
-    beyond = sum(one > 1e-5 for one in apart)
+    beyond = sum(difference > 1e-5 for difference in apart)
     print(
         f"tokens {len(apart)}, largest difference {max(apart):.1e}, more than 1e-5: {beyond}, "
         f"transformers in float32 {rounding:.1e}, masks that rounding decided {unsure}"
@@ -329,7 +329,7 @@ def test_ten_thousand_truncated_tokens_stay_within_their_masks_and_have_their_de
     assert beyond < 20
 
 
-def test_masks_are_recorded_and_a_trainer_s_format_takes_them(server: str, tmp_path: Path) -> None:
+def test_masks_are_recorded_and_fit_a_trainer_s_format(server: str, tmp_path: Path) -> None:
     async def opening(_: object) -> SglangEngine:
         return await SglangEngine.open(server, vocab_size=VOCAB_SIZE)
 
@@ -340,25 +340,25 @@ def test_masks_are_recorded_and_a_trainer_s_format_takes_them(server: str, tmp_p
             assert [turn.sampling["supports"] for turn in stored.turns] == ["all", "all"]
             (sample,) = assemble(stored.trajectories()).samples
             assert "," not in sample.verdict
-            # It refuses an id that is not in its support.
-            given = exports.slime_sample(sample, 0, 0)
-            assert len(given["rollout_log_probs"]) == len(given["loss_mask"])
+            # It refuses an id outside its support.
+            fields = exports.slime_sample(sample, 0, 0)
+            assert len(fields["rollout_log_probs"]) == len(fields["loss_mask"])
 
 
-def test_a_closed_session_is_let_go_and_can_go_on(prompt: np.ndarray, tmp_path: Path) -> None:
+def test_closed_session_is_released_and_can_continue(prompt: np.ndarray, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def body(engine: SglangEngine) -> list[np.ndarray]:
         params = replace(GREEDY, session_id="kept")
-        found = [(await collect(engine, prompt, params, stream=True))[0]]
+        replies = [(await collect(engine, prompt, params, stream=True))[0]]
         assert "release_session" not in log.read_text()
         for _ in range(2):
             await asyncio.to_thread(post, url, "/close_session", {"session_id": "kept"})
-            found.append((await collect(engine, prompt, params, stream=True))[0])
-        return found
+            replies.append((await collect(engine, prompt, params, stream=True))[0])
+        return replies
 
     with running(log, "--enable-session-radix-cache") as url:
         first, *later = use(opened(url), body)
-        for one in later:
-            np.testing.assert_array_equal(one, first)
+        for reply in later:
+            np.testing.assert_array_equal(reply, first)
         assert log.read_text().count("release_session kept: indexed 1 component leaves") == 2

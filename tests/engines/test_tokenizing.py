@@ -1,4 +1,4 @@
-"""What servers say of their tokenization, asked of a server on a socket that answers as it is told."""
+"""Tokenization by servers, with a server on a socket with set answers."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ def ask(url: str, kind: str, *, chat: bool, tools: tuple[Any, ...] = ()) -> list
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_vllm_and_sglang_are_asked_for_a_text_without_special_tokens(serve: Serve, kind: str) -> None:
+def test_vllm_and_sglang_tokenize_text_without_special_tokens(serve: Serve, kind: str) -> None:
     asked: list[Any] = []
     assert ask(serve(asked, {"/tokenize": {"tokens": [1, 2], "count": 2}}), kind, chat=False) == [1, 2]
     assert asked == [{"model": "m", "prompt": "text", "add_special_tokens": False}]
 
 
-def test_llama_cpp_is_asked_for_a_text_as_text(serve: Serve) -> None:
+def test_llama_cpp_tokenizes_plain_text(serve: Serve) -> None:
     asked: list[Any] = []
     assert ask(serve(asked, {"/tokenize": {"tokens": [1]}}), "llamacpp", chat=False) == [1]
     assert asked == [{"content": "text", "add_special": False, "parse_special": False}]
 
 
 @pytest.mark.parametrize("tools", [(), (TOOL,)])
-def test_conversations_are_asked_for_with_the_generation_prompt(serve: Serve, tools: tuple[Any, ...]) -> None:
+def test_conversations_are_tokenized_with_the_generation_prompt(serve: Serve, tools: tuple[Any, ...]) -> None:
     asked: list[Any] = []
     assert ask(serve(asked, {"/tokenize": {"tokens": [3]}}), "vllm", chat=True, tools=tools) == [3]
-    told = {"tools": [TOOL]} if tools else {}
-    assert asked == [{"model": "m", "messages": [USER], **told, "add_generation_prompt": True}]
+    extra = {"tools": [TOOL]} if tools else {}
+    assert asked == [{"model": "m", "messages": [USER], **extra, "add_generation_prompt": True}]
 
 
 def test_llama_cpp_renders_first_and_tokenizes_then(serve: Serve) -> None:
@@ -83,11 +83,11 @@ def test_llama_cpp_renders_first_and_tokenizes_then(serve: Serve) -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "openai"])
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_server_without_such_an_endpoint_says_nothing(serve: Serve, kind: str, chat: bool) -> None:
+def test_server_without_a_tokenize_route_gives_none(serve: Serve, kind: str, chat: bool) -> None:
     assert ask(serve([], {"/elsewhere": {}}), kind, chat=chat) is None
 
 
-def test_a_server_that_refuses_the_conversation_says_nothing(serve: Serve) -> None:
+def test_server_that_refuses_the_conversation_gives_none(serve: Serve) -> None:
     assert ask(serve([], {"/tokenize": {"error": {}}}, 400), "vllm", chat=True) is None
 
 
@@ -96,6 +96,6 @@ def test_a_server_that_fails_is_an_error(serve: Serve) -> None:
         ask(serve([], {"/tokenize": {}}, 500), "vllm", chat=False)
 
 
-def test_an_answer_that_is_none_is_an_error(serve: Serve) -> None:
+def test_malformed_response_is_an_error(serve: Serve) -> None:
     with pytest.raises(EngineContractError):
         ask(serve([], {"/tokenize": {"tokens": "many"}}), "vllm", chat=False)

@@ -74,7 +74,7 @@ def needs(kind: str, have: object, what: str, *marks: Any) -> Any:
     ],
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Kind and address of a server; no address of the embedded engine."""
+    """Return kind and address of a server; the embedded engine has no address."""
     if request.param == "embedded":
         yield request.param, ""
         return
@@ -117,7 +117,7 @@ def check(calls: list[tuple[str, Any]], allowed: set[str]) -> None:
 
 
 def chat(gateway: str, **more: Any) -> list[Any]:
-    """Return replies that ended by themselves: the model, held to a form that it was not trained on, may go on."""
+    """Return replies that ended by themselves. The model was not trained on the enforced format and may continue."""
     with OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
         replies = [
             client.chat.completions.create(model="m", messages=[USER], max_tokens=300, top_p=0.9, seed=seed, **more)
@@ -129,8 +129,8 @@ def chat(gateway: str, **more: Any) -> list[Any]:
 
 
 def calls_of(reply: Any) -> list[tuple[str, Any]]:
-    found = reply.choices[0].message.tool_calls or []
-    return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+    calls = reply.choices[0].message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
 def test_required_is_a_call_of_some_tool(gateway: str) -> None:
@@ -148,7 +148,7 @@ def test_a_named_tool_is_called_once(gateway: str) -> None:
         assert len(calls) == 1
 
 
-def test_a_strict_tool_s_arguments_are_valid_where_it_is_called(gateway: str) -> None:
+def test_arguments_of_strict_tools_are_valid(gateway: str) -> None:
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     for reply in chat(gateway, tools=strict):
         assert "ignored_params" not in reply.choices[0].tokentape
@@ -156,13 +156,13 @@ def test_a_strict_tool_s_arguments_are_valid_where_it_is_called(gateway: str) ->
             jsonschema.validate(arguments, SCHEMAS[name])
 
 
-def test_responses_and_messages_force_calls_too(gateway: str) -> None:
+def test_responses_and_messages_apis_can_force_calls(gateway: str) -> None:
     flat: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
     with OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
         reply = client.responses.create(
             model="m", input="hi", tools=flat, tool_choice="required", temperature=0, max_output_tokens=300
         )
-    calls = [(one.name, json.loads(one.arguments)) for one in reply.output if one.type == "function_call"]
+    calls = [(item.name, json.loads(item.arguments)) for item in reply.output if item.type == "function_call"]
     check(calls, {"paint", "measure"})
     tools: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
     with Anthropic(base_url=gateway, api_key="none", max_retries=0) as anthropic:
@@ -187,7 +187,7 @@ def test_a_reply_follows_its_schema(gateway: str, store: SqliteStore) -> None:
         assert turn.sampled_from.grammar
 
 
-def test_the_turn_says_that_its_logprobs_are_those_under_the_constraint(gateway: str, store: SqliteStore) -> None:
+def test_turn_declares_logprobs_under_the_constraint(gateway: str, store: SqliteStore) -> None:
     chat(gateway, tools=TOOLS, tool_choice="required")
     stored = store.load_session("s")
     free, session = load_forward(), Session(stored.info, stored.turns)
@@ -196,7 +196,7 @@ def test_the_turn_says_that_its_logprobs_are_those_under_the_constraint(gateway:
         assert turn.sampled_from.grammar
         assert turn.logprobs_of is not None
         assert turn.logprobs_of.grammar
-        # The control token that begins the call, for one, is certain: the model itself finds it unlikely.
+        # For example, the control token that begins the call is certain, though the model finds it unlikely.
         ids = np.concatenate([session.context_before(turn.seq), turn.completion_ids])
         own = free(ids)[np.arange(len(ids) - len(turn.completion_ids) - 1, len(ids) - 1), turn.completion_ids]
         assert (turn.logprobs >= own - 1e-3).all()

@@ -51,7 +51,7 @@ def short_engine(untrained_dir: Path) -> Iterator[TransformersEngine]:
 # What is sampled
 
 
-def test_greedy_ids_are_those_of_generate(engine: TransformersEngine, model: Any) -> None:
+def test_greedy_ids_match_generate(engine: TransformersEngine, model: Any) -> None:
     for length in (1, 9, 60):
         ids = prompt(length)
         expected = model.generate(
@@ -69,8 +69,8 @@ SHAPED = replace(WARM, temperature=0.6, top_p=0.8, top_k=20, min_p=0.01, presenc
 
 @pytest.fixture(scope="module", params=get_args(LogprobsMode))
 def mode(request: pytest.FixtureRequest) -> LogprobsMode:
-    found: LogprobsMode = request.param
-    return found
+    mode: LogprobsMode = request.param
+    return mode
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +94,14 @@ def engine_of_mode(mode: LogprobsMode, untrained_dir: Path) -> Iterator[Transfor
     ],
     ids=str,
 )
-def test_logprobs_are_those_of_the_distribution_that_the_mode_names(
+def test_logprobs_match_the_distribution_of_the_mode(
     engine_of_mode: TransformersEngine, mode: LogprobsMode, model: Any, params: SamplingParams
 ) -> None:
     assert engine_of_mode.info.logprobs_mode == mode
     assert_declared(model, prompt(12), sample(engine_of_mode, prompt(12), params), params, mode)
 
 
-def test_by_default_they_are_those_that_were_sampled_with(engine: TransformersEngine, model: Any) -> None:
+def test_default_logprobs_are_of_the_sampled_distribution(engine: TransformersEngine, model: Any) -> None:
     sampled = sample(engine, prompt(12), SHAPED)
     assert_declared(model, prompt(12), sampled, SHAPED, "processed_logprobs")
     for other in ("raw_logprobs", "scaled_logprobs"):
@@ -109,7 +109,7 @@ def test_by_default_they_are_those_that_were_sampled_with(engine: TransformersEn
             assert_declared(model, prompt(12), sampled, SHAPED, other)
 
 
-def test_alternatives_that_truncation_left_out_are_not_reported(engine: TransformersEngine) -> None:
+def test_truncated_alternatives_are_not_reported(engine: TransformersEngine) -> None:
     sampled = sample(engine, prompt(7), replace(WARM, top_logprobs=5, top_k=2))
     tops = [top for delta in sampled.deltas for top in delta.top_logprobs]
     assert {len(top) for top in tops} == {2}
@@ -126,25 +126,25 @@ def test_top_logprobs_are_the_most_likely_ids_best_first(engine: TransformersEng
     torch.testing.assert_close(torch.tensor([[x for _, x in top] for top in tops]), values, atol=1e-4, rtol=0)
 
 
-def test_top_logprobs_are_left_out_unless_asked_for(engine: TransformersEngine) -> None:
+def test_top_logprobs_are_left_out_unless_requested(engine: TransformersEngine) -> None:
     assert all(delta.top_logprobs == () for delta in sample(engine, prompt(7), WARM).deltas)
 
 
-def test_a_call_that_is_interrupted_ends_with_what_was_sampled(engine: TransformersEngine) -> None:
+def test_interrupted_call_ends_with_the_sampled_tokens(engine: TransformersEngine) -> None:
     params = replace(GREEDY, max_tokens=4000)
 
     async def main() -> list[SampleDelta]:
         deltas = engine.sample(prompt(9), params, stream=True, request_id="call")
-        found = [await anext(deltas)]
+        received = [await anext(deltas)]
         assert not engine.interrupt("other")
         assert engine.interrupt("call")
-        found += [delta async for delta in deltas]
+        received += [delta async for delta in deltas]
         assert not engine.interrupt("call")
-        return found
+        return received
 
-    found = asyncio.run(main())
-    ids = [token_id for delta in found for token_id in delta.token_ids]
-    assert (found[-1].finish_reason, 0 < len(ids) < 4000) == ("abort", True)
+    completion = asyncio.run(main())
+    ids = [token_id for delta in completion for token_id in delta.token_ids]
+    assert (completion[-1].finish_reason, 0 < len(ids) < 4000) == ("abort", True)
     assert ids == sample(engine, prompt(9), replace(params, max_tokens=len(ids))).ids
 
 
@@ -220,21 +220,21 @@ def test_the_token_that_completes_a_stop_string_is_the_last(
     assert (sampled.last.finish_reason, sampled.last.stop) == ("stop", stop)
 
 
-def test_streaming_yields_a_delta_per_token_and_not_streaming_one(engine: TransformersEngine) -> None:
+def test_streaming_yields_a_delta_per_token_and_otherwise_a_single_one(engine: TransformersEngine) -> None:
     streamed, whole = (sample(engine, prompt(4), WARM, stream=stream) for stream in (True, False))
     assert [len(delta.token_ids) for delta in streamed.deltas] == [1] * 20
     assert len(whole.deltas) == 1
     assert streamed.ids == whole.ids
 
 
-def test_the_log_holds_what_the_caller_got(engine: TransformersEngine, log: Log) -> None:
+def test_log_matches_the_caller_s_deltas(engine: TransformersEngine, log: Log) -> None:
     sampled = sample(engine, prompt(4), WARM, request_id="logged")
     assert log.wait("logged") == FinishedSample(
         "logged", tuple(prompt(4).tolist()), tuple(sampled.ids), tuple(sampled.logprobs), "length"
     )
 
 
-def test_the_number_of_threads_is_torchs_own_unless_given(untrained_dir: Path) -> None:
+def test_number_of_threads_is_torch_s_default_unless_set(untrained_dir: Path) -> None:
     before = torch.get_num_threads()
     for threads, expected in ((None, before), (before + 1, before + 1)):
         asyncio.run(TransformersEngine.open(untrained_dir, threads=threads).close())
@@ -284,9 +284,7 @@ def test_a_parameter_out_of_range_is_refused_by_name(engine: TransformersEngine,
 
 
 @pytest.mark.parametrize(("name", "value"), [("min_tokens", 2), ("cache_salt", "x"), ("payloads_from", 0)])
-def test_a_parameter_that_it_does_not_honour_is_refused_by_name(
-    engine: TransformersEngine, name: str, value: object
-) -> None:
+def test_unsupported_parameter_is_refused_by_name(engine: TransformersEngine, name: str, value: object) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         sample(engine, prompt(3), replace(WARM, **{name: value}))
     assert caught.value.param == name

@@ -1,4 +1,4 @@
-"""The vLLM engine: what it sends, what it makes of replies, and what it refuses to make of wrong ones."""
+"""The vLLM engine: request bodies, reading replies, and refusal of wrong replies."""
 
 from __future__ import annotations
 
@@ -91,19 +91,19 @@ def _forget(server: FakeVllm) -> None:
         ),
     ],
 )
-def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
+def test_bodies_match_vllm_s_schema_without_extra_fields(
     server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool, schemas: str
 ) -> None:
     request = schema("CompletionRequest", schemas)
     open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
     (body,) = server.bodies
     validate(body, request)
-    # The schema allows unknown fields, as the server does: it would ignore a misspelt one.
+    # The schema allows unknown fields, as the server does: it would ignore a misspelled field.
     assert set(body) <= set(request["properties"])
     assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])
 
 
-def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeVllm) -> None:
+def test_every_sampling_parameter_is_sent_including_defaults(server: FakeVllm) -> None:
     open_and_sample(server)
     (body,) = server.bodies
     renamed = {"stop_strings": "stop", "top_logprobs": "logprobs"}
@@ -121,7 +121,7 @@ def test_the_prompt_is_sent_as_ids_and_the_request_id_as_a_header(server: FakeVl
 
 
 @pytest.mark.parametrize("verify_prompt", [True, False])
-def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
+def test_stream_yields_each_token_on_arrival_and_the_finish_with_the_last(
     server: FakeVllm, verify_prompt: bool
 ) -> None:
     assert open_and_sample(server, answer=token_by_token, verify_prompt=verify_prompt) == [
@@ -132,7 +132,7 @@ def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
 
 
 @pytest.mark.parametrize("verify_prompt", [True, False])
-def test_a_whole_reply_gives_one_delta(server: FakeVllm, verify_prompt: bool) -> None:
+def test_reply_without_streaming_gives_a_single_delta(server: FakeVllm, verify_prompt: bool) -> None:
     deltas = open_and_sample(server, stream=False, verify_prompt=verify_prompt)
     assert deltas == [SampleDelta(tuple(SAMPLED), tuple(LOGPROBS), "length")]
 
@@ -172,7 +172,7 @@ def test_alternatives_of_probability_zero_are_left_out(server: FakeVllm) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_abort_by_the_server_is_reported_with_what_was_sampled(server: FakeVllm, stream: bool) -> None:
+def test_abort_by_the_server_is_reported_with_the_sampled_tokens(server: FakeVllm, stream: bool) -> None:
     def aborted(events: list[dict[str, Any]]) -> None:
         finishing(events)["finish_reason"] = "abort"
 
@@ -193,7 +193,7 @@ def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeV
 
 @settings(max_examples=examples(25))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12), newline=st.sampled_from(["\n", "\r\n"]))
-def test_deltas_do_not_depend_on_where_the_stream_is_cut(server: FakeVllm, cuts: list[int], newline: str) -> None:
+def test_deltas_do_not_depend_on_the_chunking_of_the_stream(server: FakeVllm, cuts: list[int], newline: str) -> None:
     def answer(body: dict[str, Any]) -> Response:
         stream = sse(fake_vllm.sampled_events(body)).replace(b"\n", newline.encode())
         ends = sorted({cut for cut in cuts if cut < len(stream)} | {len(stream)})
@@ -205,7 +205,7 @@ def test_deltas_do_not_depend_on_where_the_stream_is_cut(server: FakeVllm, cuts:
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
-def test_what_arrives_together_is_one_delta_up_to_an_error(server: FakeVllm) -> None:
+def test_tokens_that_arrive_together_are_a_single_delta_up_to_an_error(server: FakeVllm) -> None:
     def answer(body: dict[str, Any]) -> Response:
         events = fake_vllm.sampled_events(body)[:2]
         return streaming(sse([*events, {"error": {"code": 503}}]))
@@ -227,7 +227,7 @@ def finishing(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tampered(tamper: Tamper) -> Callable[[dict[str, Any]], Response]:
-    """The plain answer after `tamper` has changed it; streamed or not, the same change."""
+    """Return the plain reply after `tamper` has changed it, streamed or not."""
 
     def answer(body: dict[str, Any]) -> Response:
         events = fake_vllm.sampled_events(body)
@@ -296,14 +296,14 @@ WRONG: dict[str, tuple[Tamper, str]] = {
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_reply_with_one_thing_wrong_is_refused(server: FakeVllm, name: str, stream: bool) -> None:
+def test_reply_with_a_single_fault_is_refused(server: FakeVllm, name: str, stream: bool) -> None:
     tamper, message = WRONG[name]
     with pytest.raises(EngineContractError, match=message) as caught:
         open_and_sample(server, stream=stream, answer=tampered(tamper))
     assert caught.value.retry is False
 
 
-def test_more_tokens_than_asked_for_are_refused(server: FakeVllm) -> None:
+def test_more_tokens_than_requested_are_refused(server: FakeVllm) -> None:
     with pytest.raises(EngineContractError, match="sampled 4 tokens; expected at most 3"):
         open_and_sample(server, answer=tampered(lambda events: events.insert(0, events[0])))
 
@@ -392,7 +392,7 @@ def test_data_after_the_end_of_a_stream_is_refused(server: FakeVllm) -> None:
         (b"data: \xff\n\n", "not UTF-8"),
     ],
 )
-def test_a_stream_of_something_else_is_refused(server: FakeVllm, stream: bytes, message: str) -> None:
+def test_stream_of_another_format_is_refused(server: FakeVllm, stream: bytes, message: str) -> None:
     with pytest.raises(EngineContractError, match=message):
         open_and_sample(server, answer=lambda body: streaming(stream))
 
@@ -420,7 +420,9 @@ def test_an_error_status_is_its_error(server: FakeVllm, status: int, error: type
 
 
 @pytest.mark.parametrize(("code", "error"), [(400, InvalidRequest), (500, EngineError)])
-def test_an_error_within_a_stream_is_that_of_its_code(server: FakeVllm, code: int, error: type[TokentapeError]) -> None:
+def test_error_within_a_stream_has_the_type_of_its_code(
+    server: FakeVllm, code: int, error: type[TokentapeError]
+) -> None:
     event = {"error": {"message": "m", "type": "BadRequestError", "param": None, "code": code}}
     with pytest.raises(TokentapeError, match="BadRequestError") as caught:
         open_and_sample(server, answer=lambda body: streaming(sse([event])))
@@ -450,7 +452,7 @@ def test_a_parameter_out_of_range_is_not_sent(server: FakeVllm, change: dict[str
     assert server.bodies == []
 
 
-def test_opening_finds_out_what_the_server_is(server: FakeVllm) -> None:
+def test_opening_identifies_the_server(server: FakeVllm) -> None:
     async def main() -> None:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         info = engine.info
@@ -470,9 +472,7 @@ def test_opening_finds_out_what_the_server_is(server: FakeVllm) -> None:
         ({"token_id:11": -0.0, "token_id:1": -9999.0, "token_id:2": -9999.0}, "processed_logprobs"),
     ],
 )
-def test_the_logprobs_mode_is_seen_from_what_top_k_1_leaves(
-    server: FakeVllm, alternatives: dict[str, float], mode: str
-) -> None:
+def test_logprobs_mode_is_determined_with_top_k_1(server: FakeVllm, alternatives: dict[str, float], mode: str) -> None:
     server.answer = tampered(lambda e: first(e)["logprobs"].update(top_logprobs=[alternatives]))
 
     async def main() -> str:
@@ -508,7 +508,7 @@ def test_a_server_that_is_not_vllm_is_refused(
     assert type(caught.value) is error
 
 
-def test_a_model_that_is_not_served_is_refused_with_the_names_that_are(server: FakeVllm) -> None:
+def test_unknown_model_is_refused_with_the_served_names(server: FakeVllm) -> None:
     with pytest.raises(InvalidRequest, match=MODEL) as caught:
         open_and_sample(server, model="other")
     assert caught.value.param == "model"
@@ -524,7 +524,7 @@ def test_a_model_is_chosen_by_name(server: FakeVllm) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 500, 503])
-def test_check_says_whether_the_server_is_healthy(server: FakeVllm, status: int) -> None:
+def test_check_reports_whether_the_server_is_healthy(server: FakeVllm, status: int) -> None:
     async def main() -> None:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         server.routes["/health"] = Response(status_code=status)
@@ -543,7 +543,7 @@ def test_check_says_whether_the_server_is_healthy(server: FakeVllm, status: int)
 
 
 @pytest.mark.parametrize("leave", ["aclose", "cancel"])
-def test_leaving_early_closes_the_connection(server: FakeVllm, leave: str) -> None:
+def test_abandoning_a_call_closes_the_connection(server: FakeVllm, leave: str) -> None:
     async def main() -> None:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         server.answer = cut_after(1, "stall")
@@ -568,7 +568,7 @@ def test_leaving_early_closes_the_connection(server: FakeVllm, leave: str) -> No
     asyncio.run(main())
 
 
-def test_a_request_id_that_no_header_can_hold_is_refused(server: FakeVllm) -> None:
+def test_request_id_invalid_in_headers_is_refused(server: FakeVllm) -> None:
     async def main() -> None:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         try:
@@ -603,14 +603,14 @@ def test_an_adapter_is_the_model_of_the_call(server: FakeVllm, scale_out: bool) 
         assert server.bodies[-1]["model"] == (adapter or MODEL)
 
 
-def test_a_version_that_would_ignore_a_schema_is_not_asked(server: FakeVllm) -> None:
+def test_version_that_would_ignore_a_schema_is_refused(server: FakeVllm) -> None:
     server.version = "0.10.2"
     with pytest.raises(UnsupportedParameter, match="json_schema"):
         open_and_sample(server, replace(PARAMS, json_schema="{}"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_cached_tokens_come_with_the_last_delta(server: FakeVllm, stream: bool) -> None:
+def test_cached_tokens_are_reported_with_the_last_delta(server: FakeVllm, stream: bool) -> None:
     cached = tampered(lambda events: usage(events).update(prompt_tokens_details={"cached_tokens": 2}))
     *_, last = open_and_sample(server, stream=stream, answer=cached)
     assert last.cached_tokens == 2

@@ -1,4 +1,4 @@
-"""vLLM asked in messages: what is sent, the ids of its prompt and completion, and replies without them."""
+"""vLLM's chat API: request bodies, ids of prompt and completion, and replies without them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server(running: FakeVllm) -> FakeVllm:
 
 
 def chat_events(body: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
-    """A stream of two tokens, the last of which ended it, as vLLM 0.32.0 writes one."""
+    """Return a stream of two tokens, ended by the last, as vLLM 0.32.0 writes it."""
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": fake_vllm.MODEL}
     opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     events: list[dict[str, Any]] = [{**head, "choices": [opening], "prompt_token_ids": RENDERED}]
@@ -103,7 +103,7 @@ needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason="needs the schem
 
 @needs_schemas
 @pytest.mark.parametrize("params", [PARAMS, EVERYTHING], ids=["plain", "everything"])
-def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(server: FakeVllm, params: SamplingParams) -> None:
+def test_bodies_match_vllm_s_schema_without_extra_fields(server: FakeVllm, params: SamplingParams) -> None:
     request = schema("ChatCompletionRequest", "full")
     ask(server, params)
     (body,) = server.bodies
@@ -112,7 +112,7 @@ def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(server: Fa
 
 
 @needs_schemas
-def test_the_stand_in_answers_as_the_schema_of_replies_says() -> None:
+def test_fake_server_replies_match_the_schema() -> None:
     for event in chat_events({"top_logprobs": 1, "max_completion_tokens": 5}):
         validate(event, schema("ChatCompletionStreamResponse", "full"))
 
@@ -129,13 +129,13 @@ def test_messages_are_sent_with_arguments_as_text_and_reasoning_by_its_newer_nam
 
 
 @pytest.mark.parametrize("finish", ["stop", "tool_calls"])
-def test_prompt_and_completion_come_back_as_ids(server: FakeVllm, finish: str) -> None:
+def test_prompt_and_completion_are_returned_as_ids(server: FakeVllm, finish: str) -> None:
     call, deltas = ask(server, answer=chat_answer(finish=finish))
     np.testing.assert_array_equal(call.prompt_ids, np.array(RENDERED, np.int32))
     name = "vllm 0.32.0 raw_logprobs completions captured"
     assert deltas == [
         SampleDelta((11,), (-0.5,), engine=name),
-        # Ended by the model's own end of sequence, which the server does not name.
+        # Ended by the model's EOS, which the server does not name.
         SampleDelta((12,), (-1.5,), "stop", 12, engine=name),
     ]
 
@@ -155,13 +155,13 @@ WRONG: dict[str, tuple[Tamper, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_reply_with_one_thing_wrong_is_refused(server: FakeVllm, name: str) -> None:
+def test_reply_with_a_single_fault_is_refused(server: FakeVllm, name: str) -> None:
     tamper, message = WRONG[name]
     with pytest.raises(EngineContractError, match=message):
         ask(server, answer=chat_answer(tamper))
 
 
-def test_a_server_whose_chats_have_no_ids_is_refused_when_it_is_opened(server: FakeVllm) -> None:
+def test_server_without_ids_in_chats_is_refused_when_opening(server: FakeVllm) -> None:
     plain = chat_answer(WRONG["no prompt"][0])
     server.answer = lambda body: plain(body) if "messages" in body else plain_answer(body)
     with pytest.raises(EngineContractError, match="no prompt_token_ids"):
@@ -175,7 +175,7 @@ def test_messages_that_the_server_refuses_are_an_invalid_request(server: FakeVll
     assert type(caught.value) is InvalidRequest
 
 
-def test_a_call_that_nobody_reads_is_closed(server: FakeVllm) -> None:
+def test_unread_call_is_closed(server: FakeVllm) -> None:
     def stalling(body: dict[str, Any]) -> Response:
         return streaming(sse(chat_events(body)[:2]).replace(b"data: [DONE]\n\n", b""), then="stall")
 

@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate`: when it is used, what is sent, what is made of spans, payloads and wrong replies."""
+"""vLLM's `/inference/v1/generate`: when it is used, request bodies, spans, payloads and wrong replies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EVERYTHING = SamplingParams(
     json_schema='{"type":"object"}',
 )
 EXPERTS = np.arange(5 * 2 * 2, dtype=np.uint8).reshape(5, 2, 2)
-"""What routes 3 prompt tokens and 3 sampled ones: the last one was never an input."""
+"""Routed experts of 3 prompt tokens and 3 sampled ones: the last token was never an input."""
 
 Tamper = Callable[[list[dict[str, Any]]], None]
 
@@ -94,7 +94,7 @@ def npy(array: np.ndarray) -> str:
 
 
 def tampered(tamper: Tamper) -> Callable[[dict[str, Any]], Response]:
-    """The plain answer after `tamper` has changed it; streamed or not, the same change."""
+    """Return the plain reply after `tamper` has changed it, streamed or not."""
 
     def answer(body: dict[str, Any]) -> Response:
         events = sampled_events(body)
@@ -118,12 +118,12 @@ def finishing(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def entry(events: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = first(events)["logprobs"]["content"][0]
-    return found
+    entry: dict[str, Any] = first(events)["logprobs"]["content"][0]
+    return entry
 
 
 def with_experts(rows_of: Callable[[int], np.ndarray]) -> Callable[[dict[str, Any]], Response]:
-    """Answers with the rows from where they are asked for, as a server with --enable-return-routed-experts."""
+    """Reply with rows from the requested offset, as a server with --enable-return-routed-experts."""
 
     def answer(body: dict[str, Any]) -> Response:
         start = body["sampling_params"]["routed_experts_prompt_start"]
@@ -146,23 +146,23 @@ def opened(server: FakeVllm, kind: type[VllmEngine] = VllmEngine) -> EngineInfo:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("verify_prompt", [True, False])
 @pytest.mark.parametrize("params", [PARAMS, EVERYTHING], ids=["plain", "everything"])
-def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
+def test_bodies_match_vllm_s_schema_without_extra_fields(
     server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool, schemas: str
 ) -> None:
     request = schema("GenerateRequest", schemas)
     open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
     (body,) = server.bodies
     validate(body, request)
-    # The schema allows unknown fields, as the server does: it would ignore a misspelt one.
+    # The schema allows unknown fields, as the server does: it would ignore a misspelled field.
     assert set(body) <= set(request["properties"])
     assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])
-    # What the schema says of the sampling parameters is that they are an object; those of completions are the same.
+    # In the schema, sampling parameters are any object; completions have the same parameters.
     known = set(schema("CompletionRequest", schemas)["properties"])
     assert set(body["sampling_params"]) <= known
 
 
 @each_schema
-def test_the_stand_in_answers_as_the_schemas_of_replies_say(schemas: str) -> None:
+def test_fake_generate_replies_match_the_schemas(schemas: str) -> None:
     body = {
         "request_id": "r",
         "token_ids": [3, 4, 5],
@@ -175,7 +175,7 @@ def test_the_stand_in_answers_as_the_schemas_of_replies_say(schemas: str) -> Non
     validate(whole(events), schema("GenerateTokensResponse", schemas))
 
 
-def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeVllm) -> None:
+def test_every_sampling_parameter_is_sent_including_defaults(server: FakeVllm) -> None:
     open_and_sample(server)
     (body,) = server.bodies
     renamed = {"stop_strings": "stop", "top_logprobs": "logprobs"}
@@ -196,7 +196,7 @@ def test_salt_session_and_request_id_reach_the_server(server: FakeVllm) -> None:
 
 
 @pytest.mark.parametrize("verify_prompt", [True, False])
-def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
+def test_stream_yields_each_token_on_arrival_and_the_finish_with_the_last(
     server: FakeVllm, verify_prompt: bool
 ) -> None:
     assert open_and_sample(server, answer=token_by_token, verify_prompt=verify_prompt) == [
@@ -206,14 +206,14 @@ def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
     ]
 
 
-def test_a_whole_reply_gives_one_delta_with_its_alternatives(server: FakeVllm) -> None:
+def test_reply_without_streaming_gives_a_single_delta_with_alternatives(server: FakeVllm) -> None:
     tops = (((11, -0.5), (1, -1.25)), ((1, -1.25), (12, -1.5)), ((1, -1.25), (13, -2.5)))
     deltas = open_and_sample(server, replace(PARAMS, top_logprobs=2), stream=False)
     assert deltas == [SampleDelta(tuple(SAMPLED), tuple(LOGPROBS), "length", top_logprobs=tops)]
 
 
-def test_a_sampled_id_that_the_server_puts_first_costs_no_alternative(server: FakeVllm) -> None:
-    """The server cuts the list to what was asked for with the sampled id at its head, likely or not."""
+def test_sampled_id_listed_first_does_not_replace_an_alternative(server: FakeVllm) -> None:
+    """The server limits the list to the requested number, with the sampled id first, likely or not."""
     last = open_and_sample(server, replace(PARAMS, top_logprobs=1))[-1]
     assert last.token_ids == (13,)
     assert last.top_logprobs == (((1, -1.25),),)
@@ -227,11 +227,11 @@ def test_spans_of_named_weights_are_passed_on(server: FakeVllm, stream: bool) ->
     assert last.weight_spans == (WeightSpan("default", 0, 1), WeightSpan("step-1", 1, 3))
 
 
-def test_weights_that_nobody_named_are_not_told(server: FakeVllm) -> None:
+def test_default_weight_names_are_not_reported(server: FakeVllm) -> None:
     assert open_and_sample(server)[-1].weight_spans == ()
 
 
-def test_no_rows_of_the_prompt_are_asked_for_unless_they_are_wanted(server: FakeVllm) -> None:
+def test_rows_of_the_prompt_are_requested_only_if_needed(server: FakeVllm) -> None:
     server.answer = with_experts(lambda start: EXPERTS[start:])
     assert open_and_sample(server)[-1].payloads == ()
     assert server.bodies[-1]["sampling_params"]["routed_experts_prompt_start"] == len(PROMPT)
@@ -239,7 +239,7 @@ def test_no_rows_of_the_prompt_are_asked_for_unless_they_are_wanted(server: Fake
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("start", [0, 2, 3])
-def test_routed_experts_are_returned_from_where_they_are_asked_for(server: FakeVllm, start: int, stream: bool) -> None:
+def test_routed_experts_start_at_the_requested_offset(server: FakeVllm, start: int, stream: bool) -> None:
     probed = np.zeros((1, 2, 2), np.uint8)
     server.answer = with_experts(lambda _: probed)
     (payload,) = open_and_sample(
@@ -264,14 +264,14 @@ def test_routed_experts_are_returned_from_where_they_are_asked_for(server: FakeV
         (None, "no routed_experts"),
     ],
 )
-def test_rows_that_do_not_fit_the_tokens_are_refused(server: FakeVllm, rows: str | None, message: str) -> None:
+def test_row_counts_unlike_the_tokens_are_refused(server: FakeVllm, rows: str | None, message: str) -> None:
     server.answer = with_experts(lambda _: np.zeros((1, 2, 2), np.uint8))
     answer = tampered(lambda events: finishing(events).update(routed_experts=rows))
     with pytest.raises(EngineContractError, match=message):
         open_and_sample(server, replace(PARAMS, payloads_from=0), answer=answer)
 
 
-def test_payloads_are_honoured_only_where_the_first_reply_had_some(server: FakeVllm) -> None:
+def test_payloads_are_supported_only_if_the_first_reply_had_some(server: FakeVllm) -> None:
     assert "payloads_from" not in opened(server).sampling
     with pytest.raises(UnsupportedParameter, match="payloads_from"):
         open_and_sample(server, replace(PARAMS, payloads_from=0))
@@ -282,7 +282,7 @@ def test_payloads_are_honoured_only_where_the_first_reply_had_some(server: FakeV
 
 
 def with_masks(body: dict[str, Any]) -> Response:
-    """Answers as a server with --return-sampling-mask: the sampled id and two others."""
+    """Reply as a server with --return-sampling-mask: the sampled id and two others."""
 
     def tamper(events: list[dict[str, Any]]) -> None:
         for choice in (choice for event in events for choice in event["choices"]):
@@ -292,19 +292,19 @@ def with_masks(body: dict[str, Any]) -> Response:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_mask_comes_with_each_id_if_the_first_reply_had_one(server: FakeVllm, stream: bool) -> None:
+def test_masks_are_returned_with_each_id_if_the_first_reply_had_a_mask(server: FakeVllm, stream: bool) -> None:
     asked = replace(PARAMS, top_k=3, supports=64)
     with pytest.raises(UnsupportedParameter, match="supports"):
         open_and_sample(server, asked)
     server.answer = with_masks
     deltas = open_and_sample(server, asked, stream=stream, answer=with_masks)
-    found = [kept_ids(support) for delta in deltas for support in delta.supports]
-    assert [one.tolist() for one in found if one is not None] == [[1, token_id, 90] for token_id in SAMPLED]
+    supports = [kept_ids(support) for delta in deltas for support in delta.supports]
+    assert [ids.tolist() for ids in supports if ids is not None] == [[1, token_id, 90] for token_id in SAMPLED]
     assert not open_and_sample(server, answer=with_masks)[-1].supports
 
 
 @pytest.mark.parametrize("masks", [None, [[1], [1]]])
-def test_masks_that_do_not_fit_the_ids_are_refused(server: FakeVllm, masks: object) -> None:
+def test_masks_unlike_the_ids_are_refused(server: FakeVllm, masks: object) -> None:
     server.answer = with_masks
     answer = tampered(lambda events: finishing(events).update(sampling_mask=masks))
     with pytest.raises(EngineContractError, match="sampling mask"):
@@ -341,14 +341,14 @@ WRONG: dict[str, tuple[Tamper, str]] = {
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_reply_with_one_thing_wrong_is_refused(server: FakeVllm, name: str, stream: bool) -> None:
+def test_reply_with_a_single_fault_is_refused(server: FakeVllm, name: str, stream: bool) -> None:
     tamper, message = WRONG[name]
     with pytest.raises(EngineContractError, match=message):
         open_and_sample(server, stream=stream, answer=tampered(tamper))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_abort_by_the_server_is_reported_with_what_was_sampled(server: FakeVllm, stream: bool) -> None:
+def test_abort_by_the_server_is_reported_with_the_sampled_tokens(server: FakeVllm, stream: bool) -> None:
     answer = tampered(lambda events: finishing(events).update(finish_reason="abort"))
     last = open_and_sample(server, replace(PARAMS, max_tokens=9), stream=stream, answer=answer)[-1]
     assert (last.finish_reason, last.stop) == ("abort", None)
@@ -363,7 +363,7 @@ def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeV
     assert open_and_sample(server, answer=answer) == [SampleDelta((), (), "abort")]
 
 
-def test_the_route_is_found_out_when_the_server_is_opened(server: FakeVllm, caplog: pytest.LogCaptureFixture) -> None:
+def test_route_is_chosen_when_the_server_is_opened(server: FakeVllm, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tokentape.engines")
     assert opened(server).capabilities[0] == "generate"
     assert not caplog.messages
@@ -376,7 +376,7 @@ def test_the_route_is_found_out_when_the_server_is_opened(server: FakeVllm, capl
     assert opened(server, by_route("completions")).capabilities == ("completions",)
 
 
-def test_a_route_that_answers_something_else_is_not_used_and_said_to_be(
+def test_route_with_unexpected_answers_is_not_used_and_logged(
     server: FakeVllm, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.routes["/inference/v1/generate"] = JSONResponse({"error": {"type": "BadRequestError"}}, 400)
@@ -385,7 +385,7 @@ def test_a_route_that_answers_something_else_is_not_used_and_said_to_be(
 
 
 @pytest.mark.parametrize(("knows", "refuses"), [(True, False), (False, False), (False, True)])
-def test_completions_are_asked_for_weight_versions_where_they_know_them(
+def test_weight_versions_are_requested_from_completions_that_support_them(
     server: FakeVllm, knows: bool, refuses: bool
 ) -> None:
     server.scale_out = False
@@ -404,21 +404,21 @@ def test_completions_are_asked_for_weight_versions_where_they_know_them(
     assert last.weight_spans == ((WeightSpan("step-1", 0, 3),) if knows else ())
 
 
-def test_a_field_that_is_refused_by_name_is_left_out(server: FakeVllm) -> None:
+def test_field_refused_by_name_is_left_out(server: FakeVllm) -> None:
     server.scale_out, server.refused = False, {"spaces_between_special_tokens", "return_weight_versions"}
     assert open_and_sample(server)[-1].finish_reason == "length"
     assert not server.refused & server.bodies[-1].keys()
     assert "stop_strings" in opened(server).sampling
 
 
-def test_a_route_that_refuses_what_a_parameter_needs_does_not_honour_it(server: FakeVllm) -> None:
+def test_route_that_refuses_a_field_does_not_support_its_parameter(server: FakeVllm) -> None:
     server.refused = {"include_stop_str_in_output"}
     info = opened(server, by_route("generate"))
     assert info.capabilities[0] == "generate"
     assert "stop_strings" not in info.sampling
 
 
-def test_a_route_that_refuses_what_a_parameter_needs_is_left_for_the_other(server: FakeVllm) -> None:
+def test_other_route_is_used_if_a_needed_field_is_refused(server: FakeVllm) -> None:
     def answer(body: dict[str, Any]) -> Response:
         if "include_stop_str_in_output" in body.get("sampling_params", ()):
             error = {"type": "BadRequestError", "param": "include_stop_str_in_output", "code": 400}
@@ -431,13 +431,13 @@ def test_a_route_that_refuses_what_a_parameter_needs_is_left_for_the_other(serve
     assert "stop_strings" in info.sampling
 
 
-def test_any_other_field_that_is_refused_is_an_error(server: FakeVllm) -> None:
+def test_refusal_of_any_other_field_is_an_error(server: FakeVllm) -> None:
     server.scale_out, server.refused = False, {"temperature"}
     with pytest.raises(InvalidRequest, match="temperature"):
         opened(server)
 
 
-def test_replies_that_only_count_in_streams_are_streamed(server: FakeVllm) -> None:
+def test_replies_with_usage_only_in_streams_are_streamed(server: FakeVllm) -> None:
     def answer(body: dict[str, Any]) -> Response:
         events = sampled_events(body)
         return streaming(sse(events)) if body["stream"] else JSONResponse(whole(events) | {"usage": None})
@@ -447,14 +447,14 @@ def test_replies_that_only_count_in_streams_are_streamed(server: FakeVllm) -> No
     assert server.bodies[-1]["stream"]
 
 
-def test_a_context_that_is_not_listed_is_asked_for(server: FakeVllm) -> None:
+def test_unlisted_context_length_is_requested(server: FakeVllm) -> None:
     server.routes["/v1/models"] = JSONResponse({"data": [{"id": "tiny", "max_model_len": None}]})
     server.routes["/tokenize"] = JSONResponse({"count": 1, "max_model_len": 77, "tokens": [1]})
     assert opened(server).max_context == 77
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", None])
-def test_a_priority_is_taken_only_where_the_scheduler_is_known_to_mind_it(server: FakeVllm, policy: str | None) -> None:
+def test_priority_needs_a_priority_scheduler(server: FakeVllm, policy: str | None) -> None:
     if policy is not None:
         config = {"vllm_config": {"scheduler_config": {"policy": policy}}}
         server.routes["/server_info"] = JSONResponse(config)
@@ -468,7 +468,7 @@ def test_a_priority_is_taken_only_where_the_scheduler_is_known_to_mind_it(server
 
 
 @pytest.mark.parametrize("has_route", [True, False])
-def test_leaving_early_aborts_by_the_servers_own_id_where_it_takes_that(server: FakeVllm, has_route: bool) -> None:
+def test_abandoning_a_call_aborts_by_the_server_s_id_if_supported(server: FakeVllm, has_route: bool) -> None:
     if not has_route:
         server.routes["/inference/v1/abort_requests"] = Response(status_code=404)
 
@@ -490,7 +490,7 @@ def test_leaving_early_aborts_by_the_servers_own_id_where_it_takes_that(server: 
 
 
 @pytest.mark.parametrize("has_route", [True, False])
-def test_a_call_is_interrupted_by_the_servers_own_id_where_it_takes_that(server: FakeVllm, has_route: bool) -> None:
+def test_call_is_interrupted_by_the_server_s_id_if_supported(server: FakeVllm, has_route: bool) -> None:
     if not has_route:
         server.routes["/inference/v1/abort_requests"] = Response(status_code=404)
 
@@ -516,7 +516,7 @@ def test_a_call_that_ended_is_not_aborted(server: FakeVllm) -> None:
     assert server.aborted == ["generate-tokens-tokentape-probe"]
 
 
-def test_payloads_can_not_begin_behind_the_prompt(server: FakeVllm) -> None:
+def test_payload_offset_after_the_prompt_is_refused(server: FakeVllm) -> None:
     server.answer = with_experts(lambda _: np.zeros((1, 2, 2), np.uint8))
     with pytest.raises(InvalidRequest, match="payloads_from"):
         open_and_sample(server, replace(PARAMS, payloads_from=len(PROMPT) + 1))
@@ -527,11 +527,15 @@ WITH_IMAGES = np.array([3, 50, 50, 50, 4, 50, 50, 5], np.int32)
 
 
 def expanding(lengths: Sequence[int]) -> Callable[[dict[str, Any]], Response]:
-    """Answers of a server that repeats the placeholder (50) of each image so often, as vLLM's processors do."""
+    """Return replies of a server that repeats the placeholder (50) of each image, as vLLM's processors do."""
 
     def answer(body: dict[str, Any]) -> Response:
         left = iter(lengths)
-        ids = [one for token_id in body["token_ids"] for one in [token_id] * (next(left) if token_id == 50 else 1)]
+        ids = [
+            repeated
+            for token_id in body["token_ids"]
+            for repeated in [token_id] * (next(left) if token_id == 50 else 1)
+        ]
         return plain_answer({**body, "token_ids": ids})
 
     return answer
@@ -553,9 +557,9 @@ def sampled_with_images(server: FakeVllm, lengths: Sequence[int]) -> list[Sample
 
 
 @each_schema
-def test_images_are_sent_with_one_placeholder_each(server: FakeVllm, schemas: str) -> None:
+def test_images_are_sent_with_a_placeholder_each(server: FakeVllm, schemas: str) -> None:
     deltas = sampled_with_images(server, [3, 2])
-    assert [one for delta in deltas for one in delta.token_ids] == SAMPLED
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == SAMPLED
     (body,) = server.bodies
     assert body["token_ids"] == [3, 50, 4, 50, 5]
     sent = [base64.b64decode(part["url"].partition(",")[2]) for part in body["content_parts"]]
@@ -566,7 +570,7 @@ def test_images_are_sent_with_one_placeholder_each(server: FakeVllm, schemas: st
 
 
 @pytest.mark.parametrize("lengths", [[3, 1], [1, 1], [2, 3]])
-def test_an_image_of_another_length_in_the_server_fails_the_call(server: FakeVllm, lengths: list[int]) -> None:
+def test_image_with_another_token_count_in_the_server_fails_the_call(server: FakeVllm, lengths: list[int]) -> None:
     with pytest.raises(EngineContractError, match="prompt"):
         sampled_with_images(server, lengths)
 

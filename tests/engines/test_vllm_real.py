@@ -1,4 +1,4 @@
-"""The vLLM engine against a real vLLM server on the demonstration model, compared with the model's own forward pass."""
+"""The vLLM engine against a real vLLM server on the demonstration model, compared with the model's forward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VLLM = os.environ.get("TOKENTAPE_VLLM_BIN")
 MODEL = Path(tokentape.demo.__file__).parent / "model"
 CONTEXT = 1024
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32, between vLLM's kernels and the plain forward pass."""
+"""Tolerance of log-probabilities in float32, between vLLM's kernels and the plain forward pass."""
 
 pytestmark = [
     pytest.mark.engines,
@@ -41,7 +41,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["generate", "completions"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server for each way in, which runs as long as the module's tests."""
+    """Run a server for each route, as long as the module's tests."""
     assert VLLM is not None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,7 +86,7 @@ def vocab_size() -> int:
 
 @pytest.fixture(scope="module")
 def forward() -> Callable[[np.ndarray], np.ndarray]:
-    """Ids [tokens] to log-probabilities of what follows each, [tokens, vocabulary]."""
+    """Return a function from ids [tokens] to next-token log-probabilities, [tokens, vocabulary]."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -118,7 +118,7 @@ def use(server: str, vocab_size: int, body: Callable[[VllmEngine], Awaitable[Any
 async def collect(
     engine: VllmEngine, prompt: np.ndarray, params: SamplingParams, *, stream: bool
 ) -> tuple[np.ndarray, np.ndarray, SampleDelta]:
-    """Ids, log-probabilities and the last delta of one call."""
+    """Return ids, log-probabilities and the last delta of a call."""
     deltas = [d async for d in engine.sample(prompt, params, stream=stream, request_id="test")]
     ids = np.array([i for d in deltas for i in d.token_ids], np.int32)
     return ids, np.array([lp for d in deltas for lp in d.logprobs]), deltas[-1]
@@ -130,7 +130,7 @@ SAMPLED = SamplingParams(max_tokens=60, temperature=0.8, top_p=0.95, top_k=50, r
 
 @pytest.mark.parametrize("verify_prompt", [True, False])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_logprobs_are_those_of_the_forward_pass_streamed_or_not(
+def test_logprobs_match_the_forward_pass_streamed_or_not(
     server: str,
     vocab_size: int,
     forward: Callable[[np.ndarray], np.ndarray],
@@ -153,7 +153,7 @@ def test_logprobs_are_those_of_the_forward_pass_streamed_or_not(
         assert (expected.max(axis=1) - logprobs < TOLERANCE).all()
 
 
-def test_the_way_in_is_the_one_that_the_server_offers(server: str, vocab_size: int, request: Any) -> None:
+def test_route_is_the_one_that_the_server_offers(server: str, vocab_size: int, request: Any) -> None:
     async def body(engine: VllmEngine) -> tuple[str, ...]:
         return engine.info.capabilities
 
@@ -174,7 +174,7 @@ def test_a_stop_id_does_not_end_a_completion_before_min_tokens(
     use(server, vocab_size, body)
 
 
-def test_alternatives_are_those_of_the_forward_pass(
+def test_alternatives_match_the_forward_pass(
     server: str, vocab_size: int, forward: Callable[[np.ndarray], np.ndarray], prompt: np.ndarray
 ) -> None:
     params = SamplingParams(max_tokens=1, seed=1, top_logprobs=5)
@@ -220,14 +220,12 @@ def test_a_stop_string_within_a_token_keeps_the_whole_token(
     use(server, vocab_size, body)
 
 
-def test_the_servers_own_end_of_sequence_does_not_end_a_completion(
-    server: str, vocab_size: int, prompt: np.ndarray
-) -> None:
+def test_server_eos_does_not_end_a_completion(server: str, vocab_size: int, prompt: np.ndarray) -> None:
     eos = json.loads((MODEL / "generation_config.json").read_text())["eos_token_id"]
     eos = eos if isinstance(eos, list) else [eos]
 
     async def body(engine: VllmEngine) -> None:
-        # At the highest temperature that vLLM takes, end-of-sequence ids come up among many thousand draws.
+        # At the highest temperature that vLLM takes, end-of-sequence ids occur among many thousand draws.
         calls = [
             collect(engine, prompt, SamplingParams(max_tokens=900, temperature=2.0, seed=seed), stream=False)
             for seed in range(16)
@@ -246,7 +244,7 @@ def test_the_end_of_the_context_is_a_length_stop(server: str, vocab_size: int, p
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_only_the_server_can_refuse_is_an_invalid_request(
+def test_refusals_by_the_server_are_invalid_requests(
     server: str, vocab_size: int, prompt: np.ndarray, stream: bool
 ) -> None:
     params = SamplingParams(max_tokens=1, top_logprobs=21)
@@ -254,7 +252,7 @@ def test_what_only_the_server_can_refuse_is_an_invalid_request(
         use(server, vocab_size, lambda engine: collect(engine, prompt, params, stream=stream))
 
 
-def test_an_id_beyond_the_callers_vocabulary_is_refused_when_it_is_sampled(server: str, vocab_size: int) -> None:
+def test_sampled_id_beyond_the_caller_s_vocabulary_is_refused(server: str, vocab_size: int) -> None:
     prompt = np.arange(10, dtype=np.int32)
     free, _, _ = use(server, vocab_size, lambda engine: collect(engine, prompt, GREEDY, stream=True))
     beyond = int(free.max())
@@ -264,12 +262,14 @@ def test_an_id_beyond_the_callers_vocabulary_is_refused_when_it_is_sampled(serve
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_a_call_aborts_it_in_the_server(server: str, vocab_size: int, prompt: np.ndarray, stream: bool) -> None:
+def test_abandoning_a_call_aborts_it_in_the_server(
+    server: str, vocab_size: int, prompt: np.ndarray, stream: bool
+) -> None:
     def running() -> float:
         with urllib.request.urlopen(f"{server}/metrics", timeout=10) as reply:
-            found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
-        assert found is not None
-        return float(found[1])
+            match = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
+        assert match is not None
+        return float(match[1])
 
     async def until(count: int) -> None:
         async with asyncio.timeout(30):
@@ -289,7 +289,7 @@ def test_leaving_a_call_aborts_it_in_the_server(server: str, vocab_size: int, pr
             await asyncio.gather(task, return_exceptions=True)
         left = time.monotonic()
         await until(0)
-        # Finishing would have taken far longer than noticing that nobody listens.
+        # Finishing would have taken far longer than noticing that the client left.
         print(f"idle {time.monotonic() - left:.2f} s after leaving", file=sys.stderr)
 
     use(server, vocab_size, body)
@@ -308,7 +308,7 @@ def test_concurrent_calls_do_not_mix(server: str, vocab_size: int, prompt: np.nd
     use(server, vocab_size, body)
 
 
-def test_a_schema_holds_and_logprobs_are_of_what_it_leaves(
+def test_schema_is_enforced_and_logprobs_are_over_allowed_ids(
     server: str, vocab_size: int, forward: Callable[[np.ndarray], np.ndarray], prompt: np.ndarray
 ) -> None:
     schema = {
@@ -338,15 +338,15 @@ def test_a_schema_holds_and_logprobs_are_of_what_it_leaves(
         from tokenizers import Tokenizer
 
         text = Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(ids)
-        found = json.loads(text)
-        assert found["name"] in ("sum", "total")
-        assert isinstance(found["count"], int)
+        arguments = json.loads(text)
+        assert arguments["name"] in ("sum", "total")
+        assert isinstance(arguments["count"], int)
     expected = forward(np.concatenate([prompt, np.array(ids, np.int32)]))[len(prompt) - 1 : -1]
     shifts = []
     for row, pairs in zip(expected, tops, strict=True):
-        # Ruling tokens out and normalizing the rest shifts all that are left by the same amount.
-        found_shifts = [logprob - row[token_id] for token_id, logprob in pairs]
-        np.testing.assert_allclose(found_shifts, found_shifts[0], atol=10 * TOLERANCE)
-        shifts.append(found_shifts[0])
+        # Excluding tokens and normalizing the rest shifts all remaining ones by the same amount.
+        row_shifts = [logprob - row[token_id] for token_id, logprob in pairs]
+        np.testing.assert_allclose(row_shifts, row_shifts[0], atol=10 * TOLERANCE)
+        shifts.append(row_shifts[0])
     assert min(shifts) > -TOLERANCE
     assert max(shifts) > 1

@@ -1,4 +1,4 @@
-"""The vLLM engine on replies that a real server gave, recorded by `record_vllm.py`."""
+"""The vLLM engine on replies of a real server, recorded by `record_vllm.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server() -> Iterator[FakeVllm]:
 
 
 def slow_reading(transcript: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Ids and log-probabilities of a recorded reply, by the obvious way."""
+    """Read ids and log-probabilities of a recorded reply in a simple way."""
     lines = transcript["reply"].splitlines() if transcript["request"]["stream"] else [transcript["reply"]]
     bodies = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
     choices = [choice for body in bodies for choice in body.get("choices", [])]
@@ -37,7 +37,7 @@ def slow_reading(transcript: dict[str, Any]) -> tuple[tuple[int, ...], tuple[flo
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeVllm, path: Path) -> None:
+def test_recorded_reply_of_the_real_server_is_read_exactly(server: FakeVllm, path: Path) -> None:
     server.reset()
     transcript = json.loads(path.read_text())
     request = transcript["request"]
@@ -46,7 +46,7 @@ def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeVllm, p
     sampling = request["sampling_params"] if generate else request
     values = {name: sampling[renamed.get(name, name)] for name in DISTRIBUTION}
     if generate and values["top_logprobs"]:
-        values["top_logprobs"] -= 1  # One more is asked for.
+        values["top_logprobs"] -= 1  # One more is requested.
     params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     raw = transcript["reply"].encode()
     cards = [{"id": request["model"], "max_model_len": transcript["max_context"]}]
@@ -77,5 +77,5 @@ def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeVllm, p
 
 
 def without_name(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without the random ending of its id."""
+    """Return a body without the random suffix of its id."""
     return {name: value for name, value in body.items() if name != "request_id"}

@@ -1,6 +1,6 @@
-"""vLLM's own Rust frontend, over an engine of ours: what it takes and refuses, and that its model is looked at.
+"""vLLM's Rust frontend, over an engine of ours: accepted and refused requests, and the check of its model.
 
-`TOKENTAPE_VLLM_RS` names `vllm-rs` out of a wheel of vLLM 0.33; pyzmq is needed beside it, and neither a GPU nor torch.
+`TOKENTAPE_VLLM_RS` names `vllm-rs` from a wheel of vLLM 0.33. This also needs pyzmq, but neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def url(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 async def sampled(engine: RemoteEngine, params: SamplingParams, *, stream: bool) -> tuple[list[int], Any, Any]:
-    deltas = [one async for one in engine.sample(PROMPT, params, stream=stream, request_id="q")]
+    deltas = [delta async for delta in engine.sample(PROMPT, params, stream=stream, request_id="q")]
     ids = [token_id for delta in deltas for token_id in delta.token_ids]
     return ids, deltas[-1].finish_reason, deltas[-1].stop
 
@@ -78,7 +78,9 @@ def test_the_route_that_takes_stop_strings_is_used(url: str) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("route", ["generate", "completions"])
 @pytest.mark.parametrize("verify_prompt", [True, False])
-def test_ids_stops_and_log_probabilities_come_back(url: str, route: Route, stream: bool, verify_prompt: bool) -> None:
+def test_ids_stops_and_log_probabilities_are_returned(
+    url: str, route: Route, stream: bool, verify_prompt: bool
+) -> None:
     async def run() -> None:
         engine = await by_route(route).open(url, vocab_size=VOCAB_SIZE, verify_prompt=verify_prompt)
         assert await sampled(engine, SamplingParams(max_tokens=4), stream=stream) == ([11, 12, 13, 11], "length", None)
@@ -93,7 +95,7 @@ def test_ids_stops_and_log_probabilities_come_back(url: str, route: Route, strea
     asyncio.run(run())
 
 
-def test_chats_and_other_clients_of_its_api_open_it(url: str) -> None:
+def test_engine_opens_for_chats_and_other_clients_of_the_api(url: str) -> None:
     async def run() -> None:
         for opening in (VllmChatServer.open, OpenAiEngine.open):
             await (await opening(url, vocab_size=VOCAB_SIZE)).close()
@@ -101,7 +103,7 @@ def test_chats_and_other_clients_of_its_api_open_it(url: str) -> None:
     asyncio.run(run())
 
 
-def found(url: str, renderer: Renderer, folder: FolderModel) -> list[CheckResult]:
+def checks_of(url: str, renderer: Renderer, folder: FolderModel) -> list[CheckResult]:
     async def run() -> list[CheckResult]:
         engine = await VllmEngine.open(url, vocab_size=VOCAB_SIZE)
         try:
@@ -112,14 +114,14 @@ def found(url: str, renderer: Renderer, folder: FolderModel) -> list[CheckResult
     return asyncio.run(run())
 
 
-def test_the_model_is_looked_at_in_every_way(url: str, renderer: Renderer) -> None:
-    assert [one.status for one in found(url, renderer, FolderModel.read(MODEL))] == ["ok"] * 3
+def test_model_check_runs_in_every_way(url: str, renderer: Renderer) -> None:
+    assert [check.status for check in checks_of(url, renderer, FolderModel.read(MODEL))] == ["ok"] * 3
 
 
-def test_another_models_folder_is_told_apart(url: str, renderer: Renderer, tmp_path: Path) -> None:
+def test_folder_of_another_model_is_detected(url: str, renderer: Renderer, tmp_path: Path) -> None:
     source = (MODEL / "tokenizer.json").read_text(encoding="utf-8")
     assert '"<|im_end|>"' in source
     for file in MODEL.iterdir():
         if file.suffix in (".json", ".jinja"):
             (tmp_path / file.name).write_bytes(file.read_bytes().replace(b"<|im_end|>", b"<|im_stop|>"))
-    assert found(url, Renderer.load(tmp_path), FolderModel.read(tmp_path))[0].status == "fail"
+    assert checks_of(url, Renderer.load(tmp_path), FolderModel.read(tmp_path))[0].status == "fail"

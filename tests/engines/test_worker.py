@@ -53,7 +53,7 @@ def engine(untrained_dir: Path, log: Log) -> Iterator[TransformersEngine]:
 def test_concurrent_requests_share_their_forward_passes(engine: TransformersEngine, forwards: Forwards) -> None:
     calls = [collect(engine, prompt(40 + n), replace(WARM, max_tokens=30)) for n in range(16)]
     asyncio.run(forwards.together(*calls))
-    # Alone each would take 30. All but the first, which was begun before the others asked, run in step.
+    # Each alone would take 30. All except the first, which began before the others, run together.
     assert len(forwards) < 2 * 30
     assert max(rows for rows, columns in forwards if columns == 1) == 16
 
@@ -82,14 +82,14 @@ def test_long_prompts_are_prefilled_a_few_at_a_time(engine: TransformersEngine, 
 
 
 @pytest.mark.parametrize("prefix_cache_bytes", [pytest.param(0, marks=pytest.mark.slow), 1 << 20])
-def test_requests_that_come_and_go_sample_what_they_sample_alone(
+def test_joining_and_leaving_requests_do_not_change_samples(
     untrained_dir: Path, model: Any, prefix_cache_bytes: int
 ) -> None:
     engine = TransformersEngine.open(untrained_dir, max_batch=6, prefix_cache_bytes=prefix_cache_bytes)
     rng = random.Random(0)
 
     def plan(n: int) -> tuple[TokenIds, SamplingParams]:
-        # Few distinct beginnings, so that prefixes are found.
+        # Few distinct prefixes, so that cached ones are used.
         ids = np.concatenate([prompt(rng.choice([30, 60]), seed=n % 2), prompt(rng.randrange(1, 40), seed=n)])
         params = SamplingParams(
             max_tokens=rng.randrange(1, 40),
@@ -103,7 +103,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
 
     plans = [plan(n) for n in range(examples(20, least=12))]
 
-    async def one(n: int) -> Sampled | None:
+    async def run_plan(n: int) -> Sampled | None:
         await asyncio.sleep(n * 0.004)
         ids, params = plans[n]
         if n % 5:
@@ -113,7 +113,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
         return None
 
     async def together() -> list[Sampled | None]:
-        return await asyncio.gather(*map(one, range(len(plans))))
+        return await asyncio.gather(*map(run_plan, range(len(plans))))
 
     crowded = asyncio.run(together())
     asyncio.run(engine.close())
@@ -138,15 +138,13 @@ def test_a_reader_that_stalls_does_not_hold_up_the_others(engine: TransformersEn
     assert (len(quick.ids), len(slow)) == (120, 100)
 
 
-def test_the_next_turn_of_a_session_computes_only_what_is_new(
-    untrained_dir: Path, model: Any, forwards: Forwards
-) -> None:
+def test_next_turn_of_a_session_computes_only_new_tokens(untrained_dir: Path, model: Any, forwards: Forwards) -> None:
     engine = TransformersEngine.open(untrained_dir)
     first = sample(engine, prompt(50), WARM)
     context = np.concatenate([prompt(50), np.array(first.ids, dtype=np.int32), prompt(7)])
     forwards.clear()
     second = sample(engine, context, WARM)
-    # All but the last sampled id, which was never fed to the model, and the 7 new ones.
+    # All except the last sampled id, which was never an input, and the 7 new ones.
     assert forwards[0] == (1, 8)
     assert_recomputable(model, context, second)
     asyncio.run(engine.close())
@@ -187,7 +185,7 @@ def test_cancelling_the_task_aborts_the_call(
     assert len(finished.token_ids) < 4000
 
 
-def test_close_ends_what_runs_with_abort_and_the_partial_ids(untrained_dir: Path, model: Any) -> None:
+def test_close_ends_running_calls_with_abort_and_partial_ids(untrained_dir: Path, model: Any) -> None:
     log = Log()
     engine = TransformersEngine.open(untrained_dir, max_batch=1, on_finish=log)
 
@@ -219,7 +217,7 @@ def test_close_ends_what_runs_with_abort_and_the_partial_ids(untrained_dir: Path
 # When the model fails
 
 
-def test_a_failing_forward_pass_fails_its_requests_and_the_next_one_works(
+def test_failing_forward_pass_fails_only_its_requests(
     engine: TransformersEngine, model: Any, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import Qwen3ForCausalLM
@@ -252,15 +250,13 @@ def nan_model_dir(make_model: Callable[..., Path]) -> Path:
     return folder
 
 
-def test_a_model_that_computes_no_numbers_is_refused(nan_model_dir: Path) -> None:
+def test_model_that_computes_nan_is_refused(nan_model_dir: Path) -> None:
     with pytest.raises(EngineError, match="nan"):
         TransformersEngine.open(nan_model_dir)
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM])
-def test_logits_that_are_no_numbers_fail_the_request(
-    untrained_dir: Path, nan_model_dir: Path, params: SamplingParams
-) -> None:
+def test_nan_logits_fail_the_request(untrained_dir: Path, nan_model_dir: Path, params: SamplingParams) -> None:
     engine = TransformersEngine.open(untrained_dir)
     asyncio.run(engine.update_weights(nan_model_dir, "broken"))
     with pytest.raises(EngineContractError, match="not finite"):
@@ -271,7 +267,7 @@ def test_logits_that_are_no_numbers_fail_the_request(
 # New weights
 
 
-def test_new_weights_take_over_between_two_tokens(untrained_dir: Path, make_model: Callable[..., Path]) -> None:
+def test_new_weights_apply_between_two_tokens(untrained_dir: Path, make_model: Callable[..., Path]) -> None:
     engine = TransformersEngine.open(untrained_dir, weight_version="7")
 
     async def swap_midway() -> list[str | None]:
@@ -314,7 +310,7 @@ def test_a_delta_never_mixes_weights_even_when_not_streaming(
     assert all(delta.token_ids for delta in deltas)
 
 
-def test_nothing_computed_with_old_weights_is_reused(untrained_dir: Path, make_model: Callable[..., Path]) -> None:
+def test_results_of_old_weights_are_not_reused(untrained_dir: Path, make_model: Callable[..., Path]) -> None:
     other_dir = make_model(seed=1)
     engine = TransformersEngine.open(untrained_dir)
 

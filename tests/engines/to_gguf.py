@@ -2,7 +2,7 @@
 
     python tests/engines/to_gguf.py src/tokentape/demo/model tiny.gguf
 
-Needs the packages `gguf`, `numpy` and `safetensors`. llama.cpp's own converter takes only tokenizers that it knows.
+Needs the packages `gguf`, `numpy` and `safetensors`. llama.cpp's converter accepts only known tokenizers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": 
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor of a transformers checkpoint."""
+    """Return llama.cpp's name of a tensor of a transformers checkpoint."""
     if name in WHOLE:
         return WHOLE[name]
     _, _, layer, part = name.removesuffix(".weight").split(".", 3)
@@ -39,7 +39,7 @@ def gguf_name(name: str) -> str:
 
 
 def write(model: Path, target: Path) -> None:
-    """Convert one model folder; float32 stays float32."""
+    """Convert a model folder; float32 stays float32."""
     config = json.loads((model / "config.json").read_text())
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     writer = gguf.GGUFWriter(str(target), "qwen3")

@@ -1,4 +1,4 @@
-"""JSON schemas of vLLM's messages: of the fields written down here, and the server's own where they are at hand.
+"""JSON schemas of vLLM's messages: of the fields listed here, and the server's where available.
 
 `TOKENTAPE_SHARED` names the folder with `engines/schemas`, by default `../shared` beside the repository.
 """
@@ -18,7 +18,7 @@ OBJECTS: dict[str, dict[str, str]] = json.loads((HERE / "vllm_fields.json").read
 SCHEMAS = Path(os.environ.get("TOKENTAPE_SHARED") or HERE.parents[2] / "shared") / "engines" / "schemas"
 
 each_schema = pytest.mark.parametrize("schemas", ["fields", *(["full"] if SCHEMAS.is_dir() else [])])
-"""Runs a test with what is written down here and, where it is at hand, with the server's own."""
+"""Runs a test with the schema listed here and, if available, with the server's."""
 
 
 def schema(name: str, schemas: str = "fields") -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _object(name: str) -> dict[str, Any]:
 
 
 def _type(written: str) -> dict[str, Any]:
-    """The schema of a type as vllm_fields.json writes it; no list there holds a list of alternatives of lists."""
+    """Return the schema of a type in the notation of vllm_fields.json. No list there contains alternatives of lists."""
     if written == "any":
         return {}
     parts = re.findall(r"\[(?:[^\[\]]|\[[^\]]*\])*\]|[^|]+", written)

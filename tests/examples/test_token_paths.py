@@ -1,4 +1,4 @@
-"""The arms of the token path experiment, and what is measured of them."""
+"""The arms of the token path experiment, and their measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.session.builders import assistant, make_turn, user
-from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played
+from tests.training.scripted_sessions import ANSWER, THOUGHT, TOOL_CALL, played
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
@@ -34,74 +34,70 @@ def rollout_of(stored: StoredSession) -> Rollout:
 
 
 def rollout(turns: Sequence[StoredTurn]) -> Rollout:
-    own = [Turn(one.added_ids, one.completion_ids, one.logprobs, one.messages[0], one.reply) for one in turns]
+    own = [Turn(turn.added_ids, turn.completion_ids, turn.logprobs, turn.messages[0], turn.reply) for turn in turns]
     return Rollout(tuple(own), (True,) * len(own))
 
 
-def without_tools(renderer: Renderer, one: Rollout) -> Rollout:
+def without_tools(renderer: Renderer, rollout: Rollout) -> Rollout:
     """Return the rollout with a first prompt that lists no tools: the experiment has none."""
-    first = replace(one.turns[0], added_ids=renderer.render([one.turns[0].message]).ids)
-    return replace(one, turns=(first, *one.turns[1:]))
+    first = replace(rollout.turns[0], added_ids=renderer.render([rollout.turns[0].message]).ids)
+    return replace(rollout, turns=(first, *rollout.turns[1:]))
 
 
-def same(one: Given, other: Given) -> bool:
-    return (one.prompt, one.sampled) == (other.prompt, other.sampled) and all(
-        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("token_ids", "loss_mask", "logprobs")
+def same(left: Given, right: Given) -> bool:
+    return (left.prompt, left.sampled) == (right.prompt, right.sampled) and all(
+        np.array_equal(getattr(left, name), getattr(right, name)) for name in ("token_ids", "loss_mask", "logprobs")
     )
 
 
-def test_the_recorded_path_is_the_record(renderer: Renderer, store: SqliteStore) -> None:
+def test_recorded_path_equals_the_record(renderer: Renderer, store: SqliteStore) -> None:
     stored = played(renderer, store, [(user("Hello"), "Hello you!<|im_end|>")], split=[0])
-    found, record = recorded(renderer, rollout_of(stored)), stored.trajectories()[-1]
+    path, record = recorded(renderer, rollout_of(stored)), stored.trajectories()[-1]
     for name in ("token_ids", "loss_mask", "logprobs"):
-        assert np.array_equal(getattr(found, name), getattr(record, name))
-    assert (found.other_ids, found.other_text) == (0, 0)
+        assert np.array_equal(getattr(path, name), getattr(record, name))
+    assert (path.other_ids, path.other_text) == (0, 0)
 
 
-def test_all_paths_are_the_same_where_everything_was_sampled_as_it_is_written(
-    renderer: Renderer, store: SqliteStore
-) -> None:
+def test_all_paths_are_equal_for_canonical_samples(renderer: Renderer, store: SqliteStore) -> None:
     tool = {"role": "tool", "content": "12"}
-    stored = played(renderer, store, [(user("How much are pears?"), THOUGHT + ASKED), (tool, TOLD)])
-    one = without_tools(renderer, rollout_of(stored))
-    assert same(recorded(renderer, one), retokenized(renderer, one))
-    assert same(recorded(renderer, one), rerendered(renderer, one))
+    stored = played(renderer, store, [(user("How much are pears?"), THOUGHT + TOOL_CALL), (tool, ANSWER)])
+    rollout = without_tools(renderer, rollout_of(stored))
+    assert same(recorded(renderer, rollout), retokenized(renderer, rollout))
+    assert same(recorded(renderer, rollout), rerendered(renderer, rollout))
 
 
 def test_the_template_drops_reasoning_of_turns_before_the_last_user(renderer: Renderer, store: SqliteStore) -> None:
-    stored = played(renderer, store, [(user("Pears?"), THOUGHT + "12.<|im_end|>"), (user("And?"), THOUGHT + TOLD)])
-    one = without_tools(renderer, rollout_of(stored))
-    found = rerendered(renderer, one)
+    stored = played(renderer, store, [(user("Pears?"), THOUGHT + "12.<|im_end|>"), (user("And?"), THOUGHT + ANSWER)])
+    rollout = without_tools(renderer, rollout_of(stored))
+    path = rerendered(renderer, rollout)
     thought = len(renderer.tokenizer.encode_plain(THOUGHT))
-    assert (found.other_ids, found.other_text) == (0, thought)
-    assert int(found.loss_mask.sum()) == found.sampled - thought
-    assert len(found.token_ids) == len(recorded(renderer, one).token_ids) - thought
-    assert not np.isnan(found.logprobs).any()
+    assert (path.other_ids, path.other_text) == (0, thought)
+    assert int(path.loss_mask.sum()) == path.sampled - thought
+    assert len(path.token_ids) == len(recorded(renderer, rollout).token_ids) - thought
+    assert not np.isnan(path.logprobs).any()
 
 
-def test_rendering_trains_an_end_that_was_never_sampled(renderer: Renderer, store: SqliteStore) -> None:
-    found = rerendered(renderer, rollout_of(played(renderer, store, [(user("Pears?"), "They cost")])))
-    assert renderer.tokenizer.decode(found.token_ids[found.loss_mask].tolist()) == "They cost<|im_end|>"
-    assert np.isnan(found.logprobs[found.loss_mask]).tolist() == [False] * found.sampled + [True]
+def test_rerendering_trains_an_end_that_was_not_sampled(renderer: Renderer, store: SqliteStore) -> None:
+    path = rerendered(renderer, rollout_of(played(renderer, store, [(user("Pears?"), "They cost")])))
+    assert renderer.tokenizer.decode(path.token_ids[path.loss_mask].tolist()) == "They cost<|im_end|>"
+    assert np.isnan(path.logprobs[path.loss_mask]).tolist() == [False] * path.sampled + [True]
 
 
-def test_a_reply_that_begins_with_a_line_end_merges_with_the_header_and_is_found(
-    renderer: Renderer, store: SqliteStore
-) -> None:
-    found = rerendered(renderer, rollout_of(played(renderer, store, [(user("Hello"), "\nHello you!<|im_end|>")])))
-    assert renderer.tokenizer.decode(found.token_ids[found.loss_mask].tolist()) == "\n\nHello you!<|im_end|>"
-    assert found.other_text == 1
+def test_reply_that_merges_with_the_header_is_located(renderer: Renderer, store: SqliteStore) -> None:
+    path = rerendered(renderer, rollout_of(played(renderer, store, [(user("Hello"), "\nHello you!<|im_end|>")])))
+    assert renderer.tokenizer.decode(path.token_ids[path.loss_mask].tolist()) == "\n\nHello you!<|im_end|>"
+    assert path.other_text == 1
 
 
 @st.composite
 def spelt(draw: st.DrawFn, tokenizer: object) -> list[int]:
-    """Ids of a text in pieces that no tokenizer would have chosen."""
+    """Return ids of a text in noncanonical pieces."""
     pieces = draw(st.lists(st.text(alphabet=st.sampled_from("ab pears12é\n{\"'"), min_size=1, max_size=6), min_size=1))
     return [token_id for piece in pieces for token_id in tokenizer.encode_plain(piece)]  # type: ignore[attr-defined]
 
 
 @given(data=st.data())
-def test_retokenizing_keeps_text_and_context_and_shares_out_all_logprobs(
+def test_retokenizing_keeps_text_and_context_and_distributes_all_logprobs(
     renderer: Renderer, data: st.DataObject
 ) -> None:
     tokenizer = renderer.tokenizer
@@ -112,18 +108,18 @@ def test_retokenizing_keeps_text_and_context_and_shares_out_all_logprobs(
         turn.logprobs[:] = -data.draw(st.floats(0.125, 9, width=32))
         turns.append(turn)
     session = Session(SessionInfo("s", 0.0), turns)
-    (one,) = trajectories(session)
-    found = retokenized(renderer, rollout(turns))
-    assert tokenizer.decode(found.token_ids.tolist()) == tokenizer.decode(one.token_ids.tolist())
-    assert (found.token_ids[~found.loss_mask] == one.token_ids[~one.loss_mask]).all()
-    assert found.logprobs.sum() == pytest.approx(one.logprobs.sum(), rel=1e-4)
-    assert (found.logprobs[~found.loss_mask] == 0).all()
-    assert (found.sampled, found.other_text) == (int(one.loss_mask.sum()), 0)
-    assert found.other_ids == sum(changed(renderer, turn.completion_ids.tolist()) for turn in turns)
+    (trajectory,) = trajectories(session)
+    path = retokenized(renderer, rollout(turns))
+    assert tokenizer.decode(path.token_ids.tolist()) == tokenizer.decode(trajectory.token_ids.tolist())
+    assert (path.token_ids[~path.loss_mask] == trajectory.token_ids[~trajectory.loss_mask]).all()
+    assert path.logprobs.sum() == pytest.approx(trajectory.logprobs.sum(), rel=1e-4)
+    assert (path.logprobs[~path.loss_mask] == 0).all()
+    assert (path.sampled, path.other_text) == (int(trajectory.loss_mask.sum()), 0)
+    assert path.other_ids == sum(changed(renderer, turn.completion_ids.tolist()) for turn in turns)
 
 
 def changed(renderer: Renderer, ids: list[int]) -> int:
-    """By the book: how many ids are not over the same bytes after decoding and encoding."""
+    """Return the number of ids that do not cover the same bytes after decoding and encoding."""
     tokenizer = renderer.tokenizer
 
     def placed(side: list[int]) -> set[tuple[bytes, int]]:
@@ -132,36 +128,36 @@ def changed(renderer: Renderer, ids: list[int]) -> int:
     return len(placed(ids) - placed(tokenizer.encode_plain(tokenizer.decode(ids))))
 
 
-def test_importance_of_the_ids_that_were_sampled_is_one() -> None:
+def test_importance_of_sampled_ids_is_1() -> None:
     logprobs = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
-    found = importance(logprobs, logprobs)
-    ones = [found[name] for name in ("ratio_mean", "ratio_max", "ess_tokens", "ess_sequences")]
+    report = importance(logprobs, logprobs)
+    ones = [report[name] for name in ("ratio_mean", "ratio_max", "ess_tokens", "ess_sequences")]
     assert ones == pytest.approx([1, 1, 1, 1])
-    assert (found["k3"], found["sequences_masked"], found["not_sampled"]) == (0, 0, 0)
+    assert (report["k3"], report["sequences_masked"], report["not_sampled"]) == (0, 0, 0)
 
 
-def test_importance_by_hand_leaves_out_what_was_not_sampled() -> None:
+def test_importance_excludes_tokens_that_were_not_sampled() -> None:
     trainers = [np.log(np.array([0.8, 0.5], np.float32)), np.log(np.array([0.1], np.float32))]
     samplers = [np.log(np.array([0.1, np.nan], np.float32)), np.log(np.array([0.1], np.float32))]
-    found = importance(trainers, samplers)
-    assert found["ratio_mean"] == pytest.approx((8 + 1) / 2)
-    assert found["ratio_max"] == pytest.approx(8)
-    assert found["ess_tokens"] == pytest.approx(81 / 65 / 2)
-    assert found["sequences_masked"] == 0.5
-    assert found["not_sampled"] == pytest.approx(1 / 3)
+    report = importance(trainers, samplers)
+    assert report["ratio_mean"] == pytest.approx((8 + 1) / 2)
+    assert report["ratio_max"] == pytest.approx(8)
+    assert report["ess_tokens"] == pytest.approx(81 / 65 / 2)
+    assert report["sequences_masked"] == 0.5
+    assert report["not_sampled"] == pytest.approx(1 / 3)
 
 
 def test_shares_of_drift_are_of_sampled_tokens() -> None:
     nothing = (0, np.empty(0, np.int32), np.empty(0, bool), np.empty(0, np.float32))
-    found = drift([Given(*nothing, sampled=30, other_ids=3), Given(*nothing, sampled=10, other_text=5)])
-    assert found == {"other_ids": 3 / 40, "other_text": 5 / 40, "changed_sessions": 1.0}
+    shares = drift([Given(*nothing, sampled=30, other_ids=3), Given(*nothing, sampled=10, other_text=5)])
+    assert shares == {"other_ids": 3 / 40, "other_text": 5 / 40, "changed_sessions": 1.0}
 
 
-def test_one_seed_has_no_interval() -> None:
+def test_single_seed_has_no_interval() -> None:
     assert np.isnan(report.interval([0.5]).half)
 
 
-def test_broken_off_runs_are_not_read(tmp_path: Path) -> None:
+def test_incomplete_runs_are_not_read(tmp_path: Path) -> None:
     arm = dict.fromkeys((*report.ARM, "seed", "policy", "cpu_seconds"), 0)
     whole = (json.dumps(arm), json.dumps({"kind": "step", "right": 0.123456}))
     (tmp_path / "recorded-0.jsonl").write_text("\n".join(whole) + "\n")

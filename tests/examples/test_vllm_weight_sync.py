@@ -1,4 +1,4 @@
-"""The example's own loop, with the embedded engine in vLLM's place: the routes that it calls change the weights."""
+"""The example's loop, with the embedded engine in place of vLLM: the called routes change the weights."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Serv
 
 
 def apart_by_step(parts: tuple[Server, str, str], tmp_path: Path, monkeypatch: Any, capsys: Any) -> list[float]:
-    """How far the trainer's logprobs are from the sampled ones, as the example prints it."""
+    """Return the printed distances of the trainer's logprobs from the sampled ones."""
     _, control, gateway = parts
     options = ["--gateway", gateway, "--engine", control, "--out", str(tmp_path / "weights")]
     sizes = ["--steps", "2", "--group", "2", "--lr", "1e-3"]
     monkeypatch.setattr("sys.argv", [str(EXAMPLE), str(MODEL), *options, *sizes])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return [float(one) for one in re.findall(r"apart by (\S+)", capsys.readouterr().out)]
+    return [float(value) for value in re.findall(r"apart by (\S+)", capsys.readouterr().out)]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("parts", [True], indirect=True)
-def test_each_step_trains_on_what_the_current_weights_sampled(
+def test_each_step_trains_on_samples_of_the_current_weights(
     parts: tuple[Server, str, str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     first, second = apart_by_step(parts, tmp_path, monkeypatch, capsys)
@@ -82,7 +82,7 @@ def test_each_step_trains_on_what_the_current_weights_sampled(
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("parts", [False], indirect=True)
-def test_a_server_that_keeps_its_old_weights_shows(
+def test_server_that_keeps_old_weights_is_detected(
     parts: tuple[Server, str, str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     first, second = apart_by_step(parts, tmp_path, monkeypatch, capsys)

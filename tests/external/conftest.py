@@ -1,4 +1,4 @@
-"""Say what is missing before anything is compared, and fail if it is."""
+"""Report missing files before any comparison, and fail."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _stop(why: str) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if ledger.COMPARED:
-        found = ", ".join(f"{n} {verdict}" for verdict, n in ledger.COMPARED.most_common())
-        terminalreporter.write_line(f"{ledger.COMPARED.total()} comparisons with suites of others: {found}")
+        summary = ", ".join(f"{n} {verdict}" for verdict, n in ledger.COMPARED.most_common())
+        terminalreporter.write_line(f"{ledger.COMPARED.total()} comparisons with suites of others: {summary}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def files() -> None:
-    """Fail, and do not skip, where files are missing: a run that compared nothing is not a green one."""
+    """Fail, and do not skip, if files are missing: a run that compared nothing must not pass."""
     if not TEMPLATES:
         _stop("there are no real tokenizers: TOKENTAPE_TOKENIZERS names their folder")
     changed = suites.changed()

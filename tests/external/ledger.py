@@ -1,6 +1,6 @@
-"""Compare outcomes with what is committed: the counts in results.json, the explained differences in differences.json.
+"""Compare outcomes with committed files: the counts in results.json, the explained differences in differences.json.
 
-Both are strict. A difference that is not listed fails, and so does a listed one that is gone, and any count that moved.
+Both are strict. An unlisted difference fails, and so does a listed difference that is gone, and any changed count.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ DIFFERENCES = Path(__file__).parent / "differences.json"
 
 
 OPEN = "NOT EXPLAINED"
-"""Whose fault a difference is that nobody has looked at."""
+"""The `fault` of a difference without an explanation."""
 
 
 COMPARED: Counter[str] = Counter()
-"""How often each verdict was found in this run."""
+"""The count of each verdict in this run."""
 
 
 def load(path: Path) -> Any:
@@ -30,16 +30,20 @@ def load(path: Path) -> Any:
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
-    """Return how often each verdict was found, by kind."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in outcomes:
-        found[one.kind][one.verdict] += 1
-    return {kind: {v: n[v] for v in VERDICTS if n[v]} for kind, n in sorted(found.items())}
+    """Return the count of each verdict, by kind."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for outcome in outcomes:
+        counts[outcome.kind][outcome.verdict] += 1
+    return {kind: {v: n[v] for v in VERDICTS if n[v]} for kind, n in sorted(counts.items())}
 
 
 def differing(outcomes: Iterable[Outcome]) -> dict[str, str]:
     """Return the note of each outcome that needs an explanation, by kind and case."""
-    return {f"{one.kind} {one.case}": one.note for one in outcomes if one.verdict in (DIFFERENT, REFUSED)}
+    return {
+        f"{outcome.kind} {outcome.case}": outcome.note
+        for outcome in outcomes
+        if outcome.verdict in (DIFFERENT, REFUSED)
+    }
 
 
 def explained(suite: str, template: str) -> set[str]:
@@ -50,12 +54,12 @@ def explained(suite: str, template: str) -> set[str]:
 
 
 def check(suite: str, template: str, outcomes: list[Outcome]) -> None:
-    """Fail unless the outcomes are those that are committed."""
-    COMPARED.update(one.verdict for one in outcomes)
-    found, listed = differing(outcomes), explained(suite, template)
-    new = {case: note for case, note in found.items() if case not in listed}
+    """Fail unless the outcomes equal the committed ones."""
+    COMPARED.update(outcome.verdict for outcome in outcomes)
+    notes, listed = differing(outcomes), explained(suite, template)
+    new = {case: note for case, note in notes.items() if case not in listed}
     assert not new, f"differences that nothing explains: {json.dumps(new, indent=1, ensure_ascii=False)}"
-    gone = sorted(listed - set(found))
+    gone = sorted(listed - set(notes))
     assert not gone, f"listed differences that are gone: {gone}"
     expected: Mapping[str, Any] = load(RESULTS).get(suite, {}).get(template, {})
     assert counts(outcomes) == expected, "not the counts of results.json: run `python -m tests.external.write`"

@@ -1,6 +1,6 @@
-"""Render conversations by transformers and encode the text by plain `tokenizers`: the judge of what a template writes.
+"""Render conversations with transformers and encode the text with plain `tokenizers`: the reference for templates.
 
-Nothing of tokentape is imported here.
+This module does not import tokentape.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import jinja2
 import tokenizers
 
 DATE = "2026-11-21"
-"""The day that templates are told it is."""
+"""The date for templates."""
 
 
 class Unrenderable(Exception):
-    """The template takes the conversation in no shape that was tried."""
+    """The template refuses every form of the conversation that was tried."""
 
 
 @dataclass
 class Oracle:
-    """One template with the tokenizer that its text is encoded by."""
+    """A template with the tokenizer for its text."""
 
     template: str
     tokenizer: tokenizers.Tokenizer
@@ -35,7 +35,7 @@ class Oracle:
     _encoded: dict[str, list[int]] = field(default_factory=dict)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool) -> str:
-        """Return the text of messages as they are given. Raises `Unrenderable`."""
+        """Render unchanged messages to text. Raises `Unrenderable`."""
         from transformers.utils import chat_template_utils
 
         try:
@@ -55,14 +55,14 @@ class Oracle:
     def ids(self, text: str) -> list[int]:
         """Return the ids of a template's text."""
         if text not in self._encoded:
-            # A prompt is asked for as the end of one turn and the beginning of the next.
+            # A prompt is requested as the end of a turn and the beginning of the next.
             while len(self._encoded) > 3:
                 del self._encoded[next(iter(self._encoded))]
             self._encoded[text] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return list(self._encoded[text])
 
     def shaped(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the conversation in the shape that the template takes.
+        """Return the conversation in the form that the template accepts.
 
         Templates differ in whether arguments are an object or JSON text, and whether content beside calls is absent,
         None or empty.
@@ -72,7 +72,7 @@ class Oracle:
 
     @cached_property
     def _shape(self) -> tuple[bool, str]:
-        """The first shape in which a call is written, of those that are taken if it is written in none."""
+        """Return the first form in which a call is written, or the first accepted form."""
         call = {"id": "call00000", "type": "function", "function": {"name": "zqxname", "arguments": {"zqxkey": "zqx"}}}
         asked: list[dict[str, Any]] = [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
         asked.append({"role": "tool", "tool_call_id": "call00000", "name": "zqxname", "content": "gone"})
@@ -90,7 +90,7 @@ class Oracle:
 
 
 class _Today(datetime.datetime):
-    """The clock that templates see."""
+    """Return the clock for templates."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> _Today:

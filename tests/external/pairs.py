@@ -1,4 +1,4 @@
-"""The templates that suites are replayed on: ours and the oracle's side of each, on the same tokenizer."""
+"""The templates for replayed suites: our side and the oracle's side of each, on the same tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.types import Setup
 
 STAND_IN = "qwen3"
-"""Families that come without a tokenizer are tried with this one."""
+"""Tokenizer for families without a tokenizer."""
 
 TEMPLATES = sorted(f"{path.parts[-3]}/{path.stem}" for path in ROOT.glob("*/templates/*.jinja"))
 """All real templates, by family and name."""
@@ -38,18 +38,18 @@ _ADDED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "minimax_m25_fixed": _MINIMAX,
     "kimi_k25_fixed": _KIMI,
 }
-"""By family: control tokens that the stand-in vocabulary lacks, and the one that ends turns."""
+"""By family: control tokens missing from the substitute vocabulary, and the end-of-turn token."""
 
 
 def is_stand_in(template: str) -> bool:
-    """Whether the template's own tokenizer is not at hand, so that only its text is compared."""
+    """Return whether the template's tokenizer is missing, so that only its text is compared."""
     family = template.split("/")[0]
     return not (ROOT / family / "tokenizer.json").exists() and not template.startswith("miles/qwen3_")
 
 
 @cache
 def load_pair(template: str, kwargs: str = "{}") -> Pair:
-    """Return both sides of a template under template kwargs given as JSON. `miles/NAME` is one of Miles's own."""
+    """Return both sides of a template under template kwargs in JSON. `miles/NAME` is one of Miles's own."""
     family, name = template.split("/")
     file, config = _tokenizer(name if family == "miles" else family)
     tokenizer = Tokenizer(file, config)
@@ -57,12 +57,12 @@ def load_pair(template: str, kwargs: str = "{}") -> Pair:
     source = (path / f"{name}.jinja").read_text(encoding="utf-8")
     renderer = Renderer(tokenizer, ChatTemplate(source))
     plain = tokenizers.Tokenizer.from_str(file.decode())
-    given: dict[str, Any] = json.loads(kwargs)
+    template_kwargs: dict[str, Any] = json.loads(kwargs)
     return Pair(
         template,
         renderer,
-        load_or_certify(renderer, given),
-        Oracle(source, plain, tokenizer.special_tokens, given),
+        load_or_certify(renderer, template_kwargs),
+        Oracle(source, plain, tokenizer.special_tokens, template_kwargs),
     )
 
 

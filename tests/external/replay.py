@@ -1,7 +1,7 @@
-"""Replay one conversation turn by turn on one template, and compare each step with transformers' rendering.
+"""Replay a conversation turn by turn on a template, and compare each step with transformers' rendering.
 
-Each assistant message is taken as a sampled completion: the ids that the template writes for it. Three things are
-compared per turn. `render`: our ids of the prompt against the oracle's. `bridge`: context + completion + bridge against
+Each assistant message is a sampled completion: the ids that the template writes for it. Three comparisons are made
+per turn. `render`: our ids of the prompt against the oracle's. `bridge`: context + completion + bridge against
 the oracle's ids of the longer conversation. `parse`: the message that our parser reads from the completion against the
 message of the suite.
 """
@@ -27,17 +27,17 @@ from tokentape.types import Message, Setup
 EQUAL, TAIL, FORKED = "equal", "equal tail", "forked"
 REFUSED_BOTH, REFUSED, DIFFERENT, SKIPPED = "refused by both", "refused by us", "different", "not compared"
 VERDICTS = (EQUAL, TAIL, FORKED, REFUSED_BOTH, REFUSED, DIFFERENT, SKIPPED)
-"""`equal tail`: the template writes earlier turns differently, and its whole rendering ends with what we append.
-`forked`: it does so, and we start a new branch."""
+"""`equal tail`: the template writes earlier turns differently, and its whole rendering ends with our appended ids.
+`forked`: the template writes earlier turns differently, and we start a new branch."""
 
 
 THOUGHT = "A thought."
-"""What is put into reasoning that the prompt opens and the template does not show."""
+"""Text of reasoning that the prompt opens and the template does not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one comparison."""
+    """The outcome of a comparison."""
 
     kind: str
     case: str
@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pair:
-    """One template in our renderer and in the oracle, with the setup that both render under."""
+    """A template in our renderer and in the oracle, with the setup of both."""
 
     name: str
     renderer: Renderer
@@ -56,7 +56,7 @@ class Pair:
 
     @cached_property
     def takes_any_id(self) -> bool:
-        """Whether the template takes a call's id that is not made of nine letters and digits."""
+        """Return whether the template accepts a call's id other than nine letters and digits."""
         call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
         asked = {"role": "user", "content": "go"}
         result = {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "1"}
@@ -68,13 +68,13 @@ class Pair:
         return True
 
     def stop_texts(self, setup: Setup) -> list[str]:
-        """Return how the tokens that end a turn are spelled."""
-        found = [self.renderer.tokenizer.control_by_id(i) for i in self.renderer.stop_ids(setup)]
-        return [control.content for control in found if control is not None]
+        """Return the spellings of the tokens that end a turn."""
+        controls = [self.renderer.tokenizer.control_by_id(i) for i in self.renderer.stop_ids(setup)]
+        return [control.content for control in controls if control is not None]
 
 
 def replay(pair: Pair, conversation: Conversation, setup: Setup) -> Iterator[Outcome]:
-    """Yield the outcomes of all comparisons of one conversation."""
+    """Yield the outcomes of all comparisons of a conversation."""
     messages = [as_sent(message) for message in conversation.messages]
     if not pair.takes_any_id:
         messages = _with_short_ids(messages)
@@ -90,7 +90,7 @@ def replay(pair: Pair, conversation: Conversation, setup: Setup) -> Iterator[Out
 
 @dataclass(frozen=True)
 class _Step:
-    """One assistant message and what follows it."""
+    """An assistant message and the messages after it."""
 
     pair: Pair
     conversation: Conversation
@@ -104,7 +104,7 @@ class _Step:
 
     @cached_property
     def shaped(self) -> list[dict[str, Any]]:
-        """The messages up to the next turn as the oracle takes them."""
+        """Return the messages up to the next turn in the form that the oracle accepts."""
         return self.pair.oracle.shaped(self.messages[: self.end])
 
     def _text(self, until: int, *, generate: bool) -> str:
@@ -129,7 +129,7 @@ class _Step:
 
     @cached_property
     def sampled(self) -> tuple[list[int], list[int], str] | str:
-        """The prompt's ids, the completion's, and the completion's text; or why there is none."""
+        """Return the ids of prompt and completion, and the completion's text; or the reason that there are none."""
         try:
             prompt = self._text(self.at, generate=True)
             spoken = self._text(self.at + 1, generate=False)
@@ -140,7 +140,7 @@ class _Step:
         opened = form.reasoning is not None and form.reasoning.opened_by_prompt
         prompt_ids = self.pair.oracle.ids(prompt)
         if not spoken.startswith(prompt):
-            # The prompt opens what the template does not show in history.
+            # The prompt opens reasoning that the template does not show in the history.
             common = os.path.commonprefix([prompt, spoken])
             start = max(common.rfind("\n"), common.rfind(">")) + 1
             if start < len(self._text(self.at, generate=False)):
@@ -169,7 +169,7 @@ class _Step:
         return prompt_ids, completion, text
 
     def _next_header(self, completion: list[int]) -> int | None:
-        """Return the token that a model stops with where the template writes no end: the next message's header."""
+        """Return the stop token of a model if the template writes no end: the next message's header."""
         if self.end == self.at + 1:
             return None
         try:
@@ -190,7 +190,7 @@ class _Step:
         return renderer.bridge(renderer.tokenizer.array(completion), reply, new, setup, before)
 
     def bridge(self) -> Outcome:
-        """Compare what stands behind the turn."""
+        """Compare the ids after the turn."""
         try:
             whole = self._text(self.end, generate=True)
         except Unrenderable as error:
@@ -229,13 +229,15 @@ class _Step:
         reply, new = self.messages[self.at], self.messages[self.at + 1 : self.end]
         system = any(message["role"] == "system" for message in self.messages[: self.at])
         name = grammar.continuation_name(new, tools=bool(self.setup.tools), system=system)
-        found = self.pair.certificate.continuation(name)
-        if found is None:
+        continuation = self.pair.certificate.continuation(name)
+        if continuation is None:
             return False
-        return found.append_only == "yes" or (found.append_only == "clean text" and grammar.is_clean(reply))
+        return continuation.append_only == "yes" or (
+            continuation.append_only == "clean text" and grammar.is_clean(reply)
+        )
 
     def parse(self) -> Outcome:
-        """Compare the message that is read from the completion."""
+        """Compare the parsed message of the completion."""
         try:
             sampled = self.sampled
         except Unrenderable as error:
@@ -251,21 +253,23 @@ class _Step:
         parser.feed(completion)
         _, reply = parser.finish()
         calls = [(c.name, json.loads(c.arguments) if c.status == "ok" else c.status) for c in reply.tool_calls]
-        wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-        if calls != wanted:
-            return self._outcome("parse", DIFFERENT, f"calls came back as others: {wanted} as {calls}"[:300])
+        expected_calls = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+        ]
+        if calls != expected_calls:
+            return self._outcome("parse", DIFFERENT, f"calls came back as others: {expected_calls} as {calls}"[:300])
         if (message.get("content") or "").strip() == reply.reasoning.strip() != "" and self._opens_reasoning(text):
             return self._outcome("parse", SKIPPED, "the template writes this content as it writes reasoning")
-        for field, found in (("content", reply.content), ("reasoning_content", reply.reasoning)):
-            said = (message.get(field) or "").strip()
-            if field == "reasoning_content" and not said:
+        for field, actual in (("content", reply.content), ("reasoning_content", reply.reasoning)):
+            expected = (message.get(field) or "").strip()
+            if field == "reasoning_content" and not expected:
                 continue
-            if said != found.strip():
-                return self._outcome("parse", DIFFERENT, f"{field} came back as other text: {said!r}"[:300])
+            if expected != actual.strip():
+                return self._outcome("parse", DIFFERENT, f"{field} came back as other text: {expected!r}"[:300])
         return self._outcome("parse", EQUAL)
 
     def _opens_reasoning(self, text: str) -> bool:
-        """Whether the prompt or the completion opens reasoning."""
+        """Return whether the prompt or the completion opens reasoning."""
         form = self.pair.renderer.format(self.setup)
         if form.reasoning is None:
             return False
@@ -275,12 +279,12 @@ class _Step:
     def _differing(self, kind: str, ours: list[int], theirs: list[int]) -> Outcome:
         at = len(os.path.commonprefix([ours, theirs]))
         decode = self.pair.renderer.tokenizer.decode
-        said, wanted = decode(ours[at : at + 12]), decode(theirs[at : at + 12])
-        return self._outcome(kind, DIFFERENT, f"token {at}: ours {said!r}, transformers {wanted!r}")
+        our_text, their_text = decode(ours[at : at + 12]), decode(theirs[at : at + 12])
+        return self._outcome(kind, DIFFERENT, f"token {at}: ours {our_text!r}, transformers {their_text!r}")
 
 
 def as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as the gateway hands it on: no empty fields, arguments as objects."""
+    """Return a message as the gateway passes it on: no empty fields, arguments as objects."""
     sent = {key: value for key, value in message.items() if value is not None}
     if sent.get("tool_calls"):
         sent["tool_calls"] = [
@@ -293,7 +297,7 @@ def as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which each call's id is nine letters and digits, which every template takes."""
+    """Return messages in which each call's id is nine letters and digits, which every template accepts."""
     names: dict[str, str] = {}
 
     def short(call_id: str) -> str:
@@ -315,9 +319,9 @@ def _object(arguments: Any) -> Any:
 
 
 def _ends_with(whole: list[int], completion: list[int], added: list[int], other_stop: bool) -> bool:
-    """Whether a rendering ends with `added`, behind the end of the completion.
+    """Return whether a rendering ends with `added`, after the end of the completion.
 
-    With `other_stop` the template's own stop token stands where the sampled one was, or none.
+    With `other_stop`, the template's stop token, or none, replaces the sampled one.
     """
     if not added or whole[-len(added) :] != added:
         return False
@@ -330,7 +334,7 @@ def _ends_with(whole: list[int], completion: list[int], added: list[int], other_
 
 
 def _lacks_calls(message: Message, text: str) -> bool:
-    """Whether a written turn lacks one of its calls."""
+    """Return whether a written turn lacks any of its calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     return any(text.count(name) < names.count(name) for name in names)
 

@@ -1,7 +1,7 @@
-"""Read conversations from the files that others wrote, into OpenAI messages.
+"""Read conversations from files of other projects into OpenAI messages.
 
-Files are parsed as data: Python sources are read by `ast`, and of Miles's and verl's modules only assignments and
-classes made of literals are taken. Nothing is imported from them.
+Files are parsed as data: Python sources are read with `ast`, and only assignments and classes of literals are used
+from the modules of Miles and verl. Nothing is imported from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MANIFEST = json.loads((Path(__file__).parent / "manifest.json").read_text(encodi
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation of a suite."""
+    """A conversation of a suite."""
 
     name: str
     messages: Sequence[Mapping[str, Any]]
@@ -34,7 +34,7 @@ def missing() -> list[str]:
 
 
 def changed() -> list[str]:
-    """Return the names of files that are there with another content than the manifest lists."""
+    """Return the names of files with other contents than the manifest lists."""
     there = [entry for entry in MANIFEST["files"] if entry["sha256"] and (FOLDER / entry["file"]).is_file()]
     return [
         entry["file"]
@@ -57,7 +57,7 @@ def miles() -> Iterator[Conversation]:
 
 
 def verl() -> Iterator[Conversation]:
-    """Yield the text trajectories of verl. Those with images are made by code and can't be read as data."""
+    """Yield the text trajectories of verl. Those with images are built by code and can't be read as data."""
     tree = _parsed("verl_chat_template_mock_trajectories.py")
     tools = _verl_tools(tree)
     for node in tree.body:
@@ -65,58 +65,58 @@ def verl() -> Iterator[Conversation]:
             continue
         if ast.unparse(node.value.func) not in ("SingleTurnTrajectory", "ToolAgentTrajectory"):
             continue
-        given = {keyword.arg: keyword.value for keyword in node.value.keywords}
-        messages = list(_evaluated(given["raw_prompt"], {}))
-        if "assistant_response" in given:
-            messages.append({"role": "assistant", "content": _evaluated(given["assistant_response"], {})})
-        for step in getattr(given.get("steps"), "elts", ()):
+        fields = {keyword.arg: keyword.value for keyword in node.value.keywords}
+        messages = list(_evaluated(fields["raw_prompt"], {}))
+        if "assistant_response" in fields:
+            messages.append({"role": "assistant", "content": _evaluated(fields["assistant_response"], {})})
+        for step in getattr(fields.get("steps"), "elts", ()):
             parts = {keyword.arg: keyword.value for keyword in step.keywords}
             messages.append(_evaluated(parts["assistant"], {}))
             messages += _evaluated(parts["appended_messages"], {}) if "appended_messages" in parts else ()
-        name = _evaluated(given["name"], {})
-        yield Conversation(name, messages, tools if "tools" in given else ())
+        name = _evaluated(fields["name"], {})
+        yield Conversation(name, messages, tools if "tools" in fields else ())
 
 
 def _verl_tools(tree: ast.Module) -> list[dict[str, Any]]:
-    found = []
+    tools = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_schema":
             try:
-                given = [_evaluated(arg, {}) for arg in node.args]
-                given += [_evaluated(keyword.value, {}) for keyword in node.keywords]
+                arguments = [_evaluated(arg, {}) for arg in node.args]
+                arguments += [_evaluated(keyword.value, {}) for keyword in node.keywords]
             except ValueError:
-                continue  # a schema with a value of the function around it: for images
-            name, description, properties, required = given
+                continue  # a schema with a value from the enclosing function: for images
+            name, description, properties, required = arguments
             parameters = {"type": "object", "properties": properties, "required": required}
             function = {"name": name, "description": description, "parameters": parameters}
-            found.append({"type": "function", "function": function})
-    return found
+            tools.append({"type": "function", "function": function})
+    return tools
 
 
 def tau() -> Iterator[Conversation]:
     """Yield the 200 recorded airline trajectories of tau-bench."""
     tools = [_returned(path, "get_info") for path in sorted((FOLDER / "tau_tools").glob("*.py"))]
-    for at, one in enumerate(json.loads((FOLDER / "tau_gpt-4o-airline.json").read_bytes())):
-        yield Conversation(f"{at}", one["traj"], tools)
+    for at, load in enumerate(json.loads((FOLDER / "tau_gpt-4o-airline.json").read_bytes())):
+        yield Conversation(f"{at}", load["traj"], tools)
 
 
 def bfcl(name: str) -> Iterator[Conversation]:
-    """Yield the questions of one BFCL file, each answered by the calls that BFCL holds to be right.
+    """Yield the questions of a BFCL file, each answered by the calls that BFCL expects.
 
-    BFCL has no tool results on file, so each call is answered by a text of our own; and after the last call of a user's
-    turn stands a short answer of our own.
+    BFCL has no tool results, so a made-up text answers each call, and a short made-up answer follows the last call of a
+    user's turn.
     """
-    answers = {one["id"]: one["ground_truth"] for one in _lines(f"bfcl/possible_answer/BFCL_v4_{name}.json")}
-    for one in _lines(f"bfcl/BFCL_v4_{name}.json"):
+    answers = {entry["id"]: entry["ground_truth"] for entry in _lines(f"bfcl/possible_answer/BFCL_v4_{name}.json")}
+    for entry in _lines(f"bfcl/BFCL_v4_{name}.json"):
         if name.startswith("multi_turn"):
-            functions = _functions(one["involved_classes"])
-            turns = [[[_spelled_call(text, functions)] for text in turn] for turn in answers[one["id"]]]
+            functions = _functions(entry["involved_classes"])
+            turns = [[[_spelled_call(text, functions)] for text in turn] for turn in answers[entry["id"]]]
         else:
-            functions = one["function"]
-            turns = [[[_given_call(call) for call in answers[one["id"]]]]]
-        messages = list(_messages(one["question"], turns))
+            functions = entry["function"]
+            turns = [[[_expected_call(call) for call in answers[entry["id"]]]]]
+        messages = list(_messages(entry["question"], turns))
         tools = [{"type": "function", "function": {k: f[k] for k in _SHOWN if k in f}} for f in functions]
-        yield Conversation(one["id"], messages, tools)
+        yield Conversation(entry["id"], messages, tools)
 
 
 def bfcl_all() -> Iterator[Conversation]:
@@ -128,7 +128,7 @@ def bfcl_all() -> Iterator[Conversation]:
 _SHOWN = ("name", "description", "parameters")
 BFCL = ("multi_turn_base", "parallel", "parallel_multiple", "live_parallel")
 EVERY = 120
-"""Of the recorded histories, which are many, one in so many is replayed on every template."""
+"""One in this many of the recorded histories is replayed on every template."""
 
 _Call = tuple[str, dict[str, Any]]
 
@@ -140,19 +140,19 @@ def _messages(questions: Sequence[Any], turns: Sequence[Sequence[Sequence[_Call]
         for calls in steps:
             ids = [f"call{made + n:05d}" for n in range(len(calls))]
             made += len(calls)
-            told = [
+            tool_calls = [
                 {"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
                 for i, (name, arguments) in zip(ids, calls, strict=True)
             ]
-            yield {"role": "assistant", "content": None, "tool_calls": told}
+            yield {"role": "assistant", "content": None, "tool_calls": tool_calls}
             for i, (name, _) in zip(ids, calls, strict=True):
                 yield {"role": "tool", "name": name, "tool_call_id": i, "content": f'{{"done": "{i}"}}'}
         yield {"role": "assistant", "content": f"That is done, after {made} calls."}
     yield {"role": "user", "content": "Thank you."}
 
 
-def _given_call(call: Mapping[str, Mapping[str, Sequence[Any]]]) -> _Call:
-    """Return the first of the right values for each argument; "" stands for one that may be left out."""
+def _expected_call(call: Mapping[str, Mapping[str, Sequence[Any]]]) -> _Call:
+    """Return the first correct value for each argument; "" marks an optional argument."""
     [(name, arguments)] = call.items()
     return name, {key: values[0] for key, values in arguments.items() if values and values[0] != ""}
 
@@ -181,7 +181,7 @@ _CLASSES = {
 
 
 def _functions(classes: Sequence[str]) -> list[dict[str, Any]]:
-    return [one for name in classes for one in _lines(f"bfcl/multi_turn_func_doc/{_CLASSES[name]}.json")]
+    return [entry for name in classes for entry in _lines(f"bfcl/multi_turn_func_doc/{_CLASSES[name]}.json")]
 
 
 def _lines(file: str) -> Iterator[dict[str, Any]]:
@@ -191,7 +191,7 @@ def _lines(file: str) -> Iterator[dict[str, Any]]:
 
 
 def constants(file: str) -> dict[str, Any]:
-    """Return what a Python file assigns that is made of literals."""
+    """Return the assignments of literals in a Python file."""
     return _assigned(_parsed(file).body, {})
 
 
@@ -200,16 +200,16 @@ def _parsed(file: str) -> ast.Module:
 
 
 def _assigned(body: Sequence[ast.stmt], scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is assigned in `body` that is made of literals and of names in `scope`."""
-    found: dict[str, Any] = {}
+    """Return the assignments in `body` of literals and of names in `scope`."""
+    constants: dict[str, Any] = {}
     for node in body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and node.value is not None:
             try:
-                found[target.id] = _evaluated(node.value, {**scope, **found})
+                constants[target.id] = _evaluated(node.value, {**scope, **constants})
             except ValueError:
                 continue
-    return found
+    return constants
 
 
 def _returned(path: Path, function: str) -> Any:
@@ -230,7 +230,7 @@ def _evaluated(node: ast.expr, scope: Mapping[str, Any]) -> Any:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _evaluated(left, scope) + _evaluated(right, scope)
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_evaluated(one, scope) for one in elements]
+            return [_evaluated(item, scope) for item in elements]
         case ast.Dict(keys=keys, values=values):
             pairs = zip(keys, values, strict=True)
             return {_evaluated(key, scope): _evaluated(value, scope) for key, value in pairs if key is not None}
@@ -250,4 +250,4 @@ def _evaluated(node: ast.expr, scope: Mapping[str, Any]) -> Any:
 
 
 REPLAYED = {"miles": (miles, 1), "verl": (verl, 1), "bfcl": (bfcl_all, EVERY), "tau-bench": (tau, EVERY)}
-"""By suite: what reads its conversations, and which of them are replayed: one in so many."""
+"""By suite: the reader of its conversations, and N, where one in N conversations is replayed."""

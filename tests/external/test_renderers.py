@@ -1,6 +1,6 @@
-"""The golden outputs of `renderers` and its verdicts whether a history stays a prefix, held against ours.
+"""The golden outputs of `renderers` and its verdicts whether a history stays a prefix, compared with ours.
 
-Both name models, not templates: a model is compared where its template is at hand, by ids where its tokenizer is too.
+Both name models, not templates: a model is compared if its template is available, by ids if its tokenizer is too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MODELS = {
     "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": "nemotron3/Nemotron-3.5-Lightning",
     "openai/gpt-oss-20b": "gpt_oss/gpt-oss",
 }
-"""The template that stands for a model. MiniMax-M2's is of the version before."""
+"""The template of a model. MiniMax-M2's is of the previous version."""
 
 TEXT_ONLY = {"nemotron3"}
-"""Families at hand with a tokenizer that is made up in part."""
+"""Families with a partly made-up tokenizer."""
 
 KWARGS = {
     "enable_thinking",
@@ -51,7 +51,7 @@ KWARGS = {
     "medium_effort",
     "reasoning_effort",
 }
-"""What of a configuration the templates know; the rest is `renderers`' own."""
+"""Fields of a configuration that the templates use; the rest is specific to `renderers`."""
 
 PARTS = ("generation_prompt", "completed_turn", "parsed_completion", "bridge")
 
@@ -69,17 +69,19 @@ def goldens() -> Iterator[Outcome]:
 
 def _golden(slug: str, case: Mapping[str, Any], template: str) -> Iterator[Outcome]:
     by_ids = not is_stand_in(template) and template.split("/")[0] not in TEXT_ONLY
-    given = suites.constants("renderers_golden_corpus.py")
-    question, answer, tools = given["SYSTEM_AND_USER"], given["ASSISTANT"], tuple(given["TOOLS"])
+    constants = suites.constants("renderers_golden_corpus.py")
+    question, answer, tools = constants["SYSTEM_AND_USER"], constants["ASSISTANT"], tuple(constants["TOOLS"])
     pair = _pair(template, case["config"])
     setup = _setup(pair, tools, case["config"])
     tokenizer = pair.renderer.tokenizer
 
     def compared(part: str, ids: list[int], golden: Mapping[str, Any]) -> Outcome:
         same = _sha256(ids) == golden["token_ids_sha256"] if by_ids else tokenizer.decode(ids) == golden["text"]
-        said, wanted = tokenizer.decode(ids)[-120:], golden["text"][-120:]
+        our_text, their_text = tokenizer.decode(ids)[-120:], golden["text"][-120:]
         return (
-            Outcome(part, slug, EQUAL) if same else Outcome(part, slug, DIFFERENT, f"ours {said!r}, theirs {wanted!r}")
+            Outcome(part, slug, EQUAL)
+            if same
+            else Outcome(part, slug, DIFFERENT, f"ours {our_text!r}, theirs {their_text!r}")
         )
 
     yield compared("generation_prompt", pair.renderer.render(question, setup).ids.tolist(), case["generation_prompt"])
@@ -111,17 +113,17 @@ def _parsed(slug: str, case: Mapping[str, Any], pair: Pair, setup: Setup) -> Out
     parser.feed(pair.oracle.ids(case["parser_input"]["text"]))
     _, reply = parser.finish()
     golden = case["parsed_completion"]
-    found = (reply.content, reply.reasoning or None, [call.name for call in reply.tool_calls])
-    wanted = (golden["content"], golden["reasoning_content"], [call["name"] for call in golden["tool_calls"]])
-    if found == wanted:
+    actual = (reply.content, reply.reasoning or None, [call.name for call in reply.tool_calls])
+    expected = (golden["content"], golden["reasoning_content"], [call["name"] for call in golden["tool_calls"]])
+    if actual == expected:
         return Outcome("parsed_completion", slug, EQUAL)
-    return Outcome("parsed_completion", slug, DIFFERENT, f"ours {found!r}, theirs {wanted!r}")
+    return Outcome("parsed_completion", slug, DIFFERENT, f"ours {actual!r}, theirs {expected!r}")
 
 
 def stability() -> Iterator[Outcome]:
-    """Yield, per case, whether our ids of a history stay a prefix, and what our certificate says of such messages.
+    """Yield, per case, whether our ids of a history stay a prefix, and our certificate's verdict on such messages.
 
-    `prefix` compares the ids of both renderings. `certificate` holds our claim against theirs: a case that loses its
+    `prefix` compares the ids of both renderings. `certificate` compares our claim with theirs: a case that loses its
     prefix must not be certified append-only.
     """
     corpus = _json("renderers_prefix_stability.json")
@@ -158,10 +160,11 @@ def _stable(case: Mapping[str, Any], scenario: Mapping[str, Any], template: str)
         yield Outcome("certificate", case["id"], SKIPPED, "nothing is appended that a continuation is certified for")
         return
     name = grammar.continuation_name(later, tools=bool(setup.tools), system=False)
-    found = pair.certificate.continuation(name)
-    assert found is not None
-    claims = found.append_only != "no"
-    note = f"certified append-only {found.append_only!r} for {name}, theirs is {case['stable']}: {found.reason}"
+    continuation = pair.certificate.continuation(name)
+    assert continuation is not None
+    claims = continuation.append_only != "no"
+    verdict = f"certified append-only {continuation.append_only!r} for {name}"
+    note = f"{verdict}, theirs is {case['stable']}: {continuation.reason}"
     yield Outcome("certificate", case["id"], EQUAL if claims == case["stable"] else DIFFERENT, note)
 
 
@@ -207,15 +210,15 @@ MILES: Mapping[tuple[str, str], tuple[str, ...]] = {
 
 
 def miles_templates() -> Iterator[Outcome]:
-    """Yield whether our certificate says of Miles's templates what Miles says."""
+    """Yield whether our certificate of Miles's templates agrees with Miles."""
     for (template, kwargs), roles in MILES.items():
         pair = load_pair(template, kwargs)
         for role in roles:
-            found = pair.certificate.continuation(role)
-            assert found is not None
+            continuation = pair.certificate.continuation(role)
+            assert continuation is not None
             case = f"{template} {kwargs} {role}"
-            said = f"the certificate says append-only {found.append_only!r}: {found.reason}"
-            yield Outcome("certificate", case, EQUAL if found.append_only != "no" else DIFFERENT, said)
+            note = f"the certificate says append-only {continuation.append_only!r}: {continuation.reason}"
+            yield Outcome("certificate", case, EQUAL if continuation.append_only != "no" else DIFFERENT, note)
 
 
 SUITES: Mapping[str, Callable[[], Iterator[Outcome]]] = {
@@ -226,5 +229,5 @@ SUITES: Mapping[str, Callable[[], Iterator[Outcome]]] = {
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_what_differs_is_explained(suite: str) -> None:
+def test_differences_are_explained(suite: str) -> None:
     ledger.check(suite, "", list(SUITES[suite]()))

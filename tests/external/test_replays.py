@@ -1,4 +1,4 @@
-"""Conversations that others wrote, replayed on every template at hand; see `replay`."""
+"""Conversations of other projects, replayed on every available template; see `replay`."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def outcomes(suite: str, template: str) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(("suite", "template"), CASES)
-def test_what_differs_is_explained(suite: str, template: str) -> None:
+def test_differences_are_explained(suite: str, template: str) -> None:
     ledger.check(suite, template, outcomes(suite, template))

@@ -1,8 +1,8 @@
-"""Cases of ART and of rllm's gateway about sessions, held against our tree of turns and our gateway.
+"""Session cases of ART and of rllm's gateway, compared with our tree of turns and our gateway.
 
-Both suites test objects of their own. What of a case is about token ids and branches is put to us with the same ids;
-what is about their classes and wire formats is not compared. The names of all cases are read from their files, so that
-a new one is noticed.
+Both suites test their own objects. The parts of a case about token ids and branches are repeated here with the same
+ids; those about their classes and wire formats are not compared. The names of all cases are read from their files, so
+that a new case is noticed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODEL = Path(tokentape.demo.__file__).parent / "model"
 
 
 Answer = tuple[list[int], list[float], FinishReason]
-"""Ids, log-probabilities and finish reason of one answer of an engine."""
+"""Ids, log-probabilities and finish reason of an engine's answer."""
 
 
 class IdsEngine(ScriptedEngine):
@@ -52,12 +52,12 @@ class IdsEngine(ScriptedEngine):
         super().__init__(renderer, [])
         self.answers = list(answers)
         self.failures: list[str] = []
-        """What callers were told in place of a reply."""
+        """Errors that callers received in place of a reply."""
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Say the next answer."""
+        """Sample the next answer."""
         self.requests.append((prompt_ids.tolist(), params))
         ids, logprobs, reason = self.answers.pop(0)
         yield SampleDelta(tuple(ids), tuple(logprobs), reason, ids[-1] if reason == "stop" else None)
@@ -105,7 +105,7 @@ def art() -> Iterator[Outcome]:
     """Yield the outcome of each named golden case of ART."""
     goldens = json.loads((suites.FOLDER / "art_tokenize_golden_cases.json").read_bytes())
     tree = ast.parse((suites.FOLDER / "art_test_tokenize_golden.py").read_text(encoding="utf-8"))
-    given = suites.constants("art_test_tokenize_golden.py")
+    constants = suites.constants("art_test_tokenize_golden.py")
     [cases] = [n.value for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "CASES"]
     assert isinstance(cases, ast.Dict)
     for key, made in zip(cases.keys, cases.values, strict=True):
@@ -115,18 +115,18 @@ def art() -> Iterator[Outcome]:
             case "fake", ast.Call(func=ast.Name(id="_exchanges")):
                 yield _exchanges(key.value, made, values)
             case "qwen3", ast.Call(args=[ast.Name(id=name)]) as call:
-                tools = given["_TOOLS"] if any(keyword.arg == "tools" for keyword in call.keywords) else []
-                yield _qwen3(key.value, given[name], tuple(tools), values)
+                tools = constants["_TOOLS"] if any(keyword.arg == "tools" for keyword in call.keywords) else []
+                yield _qwen3(key.value, constants[name], tuple(tools), values)
             case _:
                 yield Outcome("history", key.value, SKIPPED, "its template is Python code of ART's tests")
 
 
 def _exchanges(case: str, made: ast.Call, values: Mapping[str, Any]) -> Outcome:
-    """Compare tokens, mask and log-probabilities of calls with prompts that are given as ids."""
+    """Compare tokens, mask and log-probabilities of calls with prompts in ids."""
     if "_inexact" in ast.unparse(made):
         return Outcome("exchange", case, SKIPPED, "it has no token ids: a text alone never enters our record")
     if "_nan" in ast.unparse(made):
-        # The file makes it by code: one call, 1 -> 2 3 9, the second log-probability not a number.
+        # The file builds it by code: one call, 1 -> 2 3 9, the second log-probability not a number.
         calls = [([1], [2, 3, 9], "stop")]
     else:
         calls = []
@@ -142,23 +142,25 @@ def _exchanges(case: str, made: ast.Call, values: Mapping[str, Any]) -> Outcome:
     session, engine = taken([(p, (c, [logprobs[i] for i in c], r)) for p, c, r in calls])  # type: ignore[misc]
     if engine.failures:
         return Outcome("exchange", case, DIFFERENT, f"answered with an error: {engine.failures[0]}")
-    [found, *more] = trajectories(session)
+    [trajectory, *more] = trajectories(session)
     if more:
         return Outcome("exchange", case, DIFFERENT, f"{1 + len(more)} branches where theirs is one")
     sampled = [bool(flag & 2) for flag in values["flags"]]
-    wanted = [float.fromhex(p) if p != "nan" else math.nan for p in values["logprobs"]]
-    if found.token_ids.tolist() != values["tokens"]:
-        return Outcome("exchange", case, DIFFERENT, f"ours {found.token_ids.tolist()}, theirs {values['tokens']}")
-    if found.loss_mask.tolist() != sampled:
-        return Outcome("exchange", case, DIFFERENT, f"ours trains {found.loss_mask.tolist()}, theirs {sampled}")
-    same = np.allclose(found.logprobs[found.loss_mask], np.array(wanted)[sampled], rtol=1e-6, equal_nan=True)
+    expected_logprobs = [float.fromhex(p) if p != "nan" else math.nan for p in values["logprobs"]]
+    if trajectory.token_ids.tolist() != values["tokens"]:
+        return Outcome("exchange", case, DIFFERENT, f"ours {trajectory.token_ids.tolist()}, theirs {values['tokens']}")
+    if trajectory.loss_mask.tolist() != sampled:
+        return Outcome("exchange", case, DIFFERENT, f"ours trains {trajectory.loss_mask.tolist()}, theirs {sampled}")
+    same = np.allclose(
+        trajectory.logprobs[trajectory.loss_mask], np.array(expected_logprobs)[sampled], rtol=1e-6, equal_nan=True
+    )
     return Outcome(
-        "exchange", case, EQUAL if same else DIFFERENT, "" if same else f"logprobs {found.logprobs.tolist()}"
+        "exchange", case, EQUAL if same else DIFFERENT, "" if same else f"logprobs {trajectory.logprobs.tolist()}"
     )
 
 
 def _qwen3(case: str, messages: list[Any], tools: tuple[Any, ...], values: Mapping[str, Any]) -> Outcome:
-    """Compare the ids of a history on the template that keeps reasoning, which is TRL's: ART's own is not at hand."""
+    """Compare the ids of a history on the template that keeps reasoning, which is TRL's: ART's is not available."""
     pair = load_pair("qwen3/fixed-trl-qwen3_training")
     setup = setup_for(pair, tools)
     sent = [as_sent(message) for message in messages]
@@ -167,16 +169,16 @@ def _qwen3(case: str, messages: list[Any], tools: tuple[Any, ...], values: Mappi
         return Outcome("history", case, EQUAL)
     decode = pair.renderer.tokenizer.decode
     at = next(n for n, (a, b) in enumerate(zip(ours, [*values["tokens"], None], strict=False)) if a != b)
-    said, wanted = decode(ours[at : at + 8]), decode(values["tokens"][at : at + 8])
-    return Outcome("history", case, DIFFERENT, f"token {at}: ours {said!r}, theirs {wanted!r}")
+    our_text, their_text = decode(ours[at : at + 8]), decode(values["tokens"][at : at + 8])
+    return Outcome("history", case, DIFFERENT, f"token {at}: ours {our_text!r}, theirs {their_text!r}")
 
 
 # rllm's gateway
 
 
 def names(file: str) -> dict[str, int]:
-    """Return the test functions of a file and how many cases each is."""
-    found = {}
+    """Return the test functions of a file and the number of cases of each."""
+    counts = {}
     for node in ast.parse((suites.FOLDER / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             sizes = [
@@ -184,8 +186,8 @@ def names(file: str) -> dict[str, int]:
                 for mark in node.decorator_list
                 if isinstance(mark, ast.Call) and len(mark.args) == 2 and isinstance(mark.args[1], ast.List | ast.Tuple)
             ]
-            found[node.name.removeprefix("test_")] = math.prod(sizes)
-    return found
+            counts[node.name.removeprefix("test_")] = math.prod(sizes)
+    return counts
 
 
 def abort_resume() -> Iterator[Outcome]:
@@ -204,32 +206,32 @@ def abort_resume() -> Iterator[Outcome]:
 
 
 def _aborted(name: str, file: str, answers: Sequence[str]) -> Outcome:
-    """Play the answers of their worker to our gateway; compare what is recorded and how often the engine was asked."""
+    """Play the answers of their worker to our gateway; compare the record and the number of engine calls."""
     tree = ast.parse((suites.FOLDER / file).read_text(encoding="utf-8"))
     [test] = [n for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef) and n.name == f"test_{name}"]
-    said = {
+    answer_by_name = {
         ast.unparse(n.targets[0]): ast.literal_eval(n.value)
         for n in test.body
         if isinstance(n, ast.Assign) and isinstance(n.value, ast.Dict)
     }
-    wanted = next(
+    expected = next(
         ast.literal_eval(n.test.comparators[0])
         for n in test.body
         if isinstance(n, ast.Assert) and isinstance(n.test, ast.Compare) and "token_ids" in ast.unparse(n.test.left)
     )
-    prompt = said[answers[0]]["prompt_token_ids"]
+    prompt = answer_by_name[answers[0]]["prompt_token_ids"]
     calls = []
     for answer in answers:
-        [choice] = said[answer]["choices"]
+        [choice] = answer_by_name[answer]["choices"]
         ids = choice["token_ids"]
         calls.append((ids, [-0.1] * len(ids), choice["finish_reason"]))
     session, engine = taken([(prompt, *calls)])
     finished = [turn.completion_ids.tolist() for turn in session.turns if turn.finish_reason != "abort"]
     kept = [turn.completion_ids.tolist() for turn in session.turns]
-    if finished == [wanted] and len(engine.requests) == len(answers):
+    if finished == [expected] and len(engine.requests) == len(answers):
         return Outcome("call", name, EQUAL)
     ours = f"asked {len(engine.requests)} times, answered {finished}, recorded {kept}"
-    note = f"{ours}; theirs asks {len(answers)} times: {wanted}"
+    note = f"{ours}; theirs asks {len(answers)} times: {expected}"
     return Outcome("call", name, DIFFERENT, note)
 
 
@@ -259,25 +261,25 @@ def _root_and_child(_: int) -> str:
 
 
 def _non_prefix(facet: int) -> str:
-    """Messages that are others (0) or ids that are (1) begin a root."""
+    """Different messages (0) or different ids (1) begin a root."""
     if facet == 1:
         parents = _parents([([1, 2], [900]), ([99, 2, 900, 3], [901])])
         return "" if parents == [None, None] else f"parents are {parents}"
     turn = make_turn("s", 0)
     asked = [{"role": "user", "content": "different"}, turn.reply, {"role": "user", "content": "next"}]
-    found = Session(INFO, [turn]).continuation(asked, turn.setup)
-    return "" if found.parent is None else f"the parent is {found.parent.seq}"
+    continuation = Session(INFO, [turn]).continuation(asked, turn.setup)
+    return "" if continuation.parent is None else f"the parent is {continuation.parent.seq}"
 
 
 def _key_order(_: int) -> str:
     turn = make_turn("s", 0, messages=({"role": "user", "content": {"a": 1, "b": 2}},))
     asked = [{"content": {"b": 2, "a": 1}, "role": "user"}, turn.reply, {"role": "user", "content": "next"}]
-    found = Session(INFO, [turn]).continuation(asked, turn.setup)
-    return "" if found.parent is None else "the same message with its keys in another order continues the turn"
+    continuation = Session(INFO, [turn]).continuation(asked, turn.setup)
+    return "" if continuation.parent is None else "the same message with its keys in another order continues the turn"
 
 
 def _rejects(_: int) -> str:
-    """Nothing is added twice, nor with a parent that is missing or later."""
+    """No turn is added twice, or with a missing or later parent."""
     root = make_turn("s", 0)
     for wrong in (root, replace(make_turn("s", 1), parent=7), replace(make_turn("s", 1), parent=1)):
         session = Session(INFO, [root])
@@ -291,7 +293,7 @@ def _rejects(_: int) -> str:
 
 
 def _not_partial(_: int) -> str:
-    """A reply that is no JSON is neither sealed nor added."""
+    """A reply that is not JSON is neither sealed nor added."""
     session = Session(INFO)
     try:
         session.add(make_turn("s", 0, reply={"role": "assistant", "content": b"not-json"}))
@@ -321,14 +323,14 @@ def _interleaved(_: int) -> str:
             calls.append((prompts[base], [900 + n]))
             prompts[base] = [*prompts[base], 900 + n]
     parents = _parents(calls)
-    wanted = [None, None, *range(8)]
-    return "" if parents == wanted else f"parents are {parents}"
+    expected_parents = [None, None, *range(8)]
+    return "" if parents == expected_parents else f"parents are {parents}"
 
 
 def _deep(_: int) -> str:
     turns = make_chain("s", 1500, tokens=1)
-    found = len(Session(INFO, turns).context_before(1499))
-    return "" if found == 2999 else f"the last prompt has {found} tokens"
+    length = len(Session(INFO, turns).context_before(1499))
+    return "" if length == 2999 else f"the last prompt has {length} tokens"
 
 
 def _retry(_: int) -> str:
@@ -361,7 +363,7 @@ GRAPH: Mapping[str, str | Callable[[int], str]] = {
     "deep_chain_resolves_iteratively": _deep,
     "retry_replaces_a_leaf_in_place": _retry,
 }
-"""By case of theirs: what is compared, or why nothing is."""
+"""By case: the comparison, or the reason that there is none."""
 
 SUITES: Mapping[str, Callable[[], Iterator[Outcome]]] = {
     "ART tokenize goldens": art,
@@ -371,5 +373,5 @@ SUITES: Mapping[str, Callable[[], Iterator[Outcome]]] = {
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_what_differs_is_explained(suite: str) -> None:
+def test_differences_are_explained(suite: str) -> None:
     ledger.check(suite, "", list(SUITES[suite]()))

@@ -1,9 +1,9 @@
-"""Write results.json, and sort new differences into differences.json by what their notes say.
+"""Write results.json, and sort new differences into differences.json by their notes.
 
     python -m tests.external.write [SUITE...]
 
-A difference that no group's `said` fits goes into a group of its own, which the tests do not accept until somebody has
-written who is right and why.
+A difference that matches no group's `said` gets a new group, which the tests do not accept until an explanation of who
+is right is written.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tests.external import ledger, test_renderers, test_replays, test_sessions
 from tests.external.replay import Outcome
 
 
-def runs(wanted: list[str]) -> Iterator[tuple[str, str, list[Outcome]]]:
-    """Yield suite, template and outcomes of everything that is compared; `wanted` names suites, none: all."""
+def runs(suite_names: list[str]) -> Iterator[tuple[str, str, list[Outcome]]]:
+    """Yield suite, template and outcomes of all comparisons of the named suites; all suites if empty."""
     for suite, template in test_replays.CASES:
-        if not wanted or suite in wanted:
+        if not suite_names or suite in suite_names:
             yield suite, template, test_replays.outcomes(suite, template)
     for suite, compare in (test_renderers.SUITES | test_sessions.SUITES).items():
-        if not wanted or suite in wanted:
+        if not suite_names or suite in suite_names:
             yield suite, "", list(compare())
 
 
 def record(suite: str, template: str, outcomes: list[Outcome], results: Any, listed: list[Any]) -> list[Any]:
-    """Take outcomes over into the two files' contents; return the differences, groups without cases left out."""
+    """Update the contents of the two files with outcomes. Return the differences, without empty groups."""
     results.setdefault(suite, {})[template] = ledger.counts(outcomes)
     key = f"{suite}: {template}"
     for group in listed:
@@ -50,7 +50,7 @@ def _fits(group: Any, suite: str, template: str, note: str) -> bool:
 
 
 def main() -> None:
-    """Run all suites, or those that are named."""
+    """Run all suites, or the named ones."""
     results, listed = ledger.load(ledger.RESULTS), ledger.load(ledger.DIFFERENCES)
     for suite, template, outcomes in runs(sys.argv[1:]):
         listed = record(suite, template, outcomes, results, listed)

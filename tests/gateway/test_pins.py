@@ -17,7 +17,7 @@ from tokentape.client import Client
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
 from tokentape.gateway._app import create_app
-from tokentape.gateway._pins import NAMES, Pins, given_in, header
+from tokentape.gateway._pins import NAMES, Pins, header, parameters_set_in
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
@@ -175,11 +175,11 @@ def test_numeric_text_is_read_as_numbers() -> None:
 
 
 def test_all_spellings_of_parameters_are_recognized() -> None:
-    assert given_in({"max_output_tokens": 3, "stop_sequences": [], "temperature": None, "n": 3}) == {
+    assert parameters_set_in({"max_output_tokens": 3, "stop_sequences": [], "temperature": None, "n": 3}) == {
         "max_tokens",
         "stop",
     }
-    assert given_in(dict.fromkeys(NAMES, 1)) == set(NAMES)
+    assert parameters_set_in(dict.fromkeys(NAMES, 1)) == set(NAMES)
 
 
 def test_a_header_is_ascii_in_one_line() -> None:

@@ -60,7 +60,7 @@ OFTEN = (AlwaysLocal, OneWrongToken, OtherPrompt, EncodesEverything, LosesCalls,
 @pytest.mark.parametrize(
     "product", [slow_unless(product, *OFTEN) for product in EXPECTED], ids=lambda product: product.__name__
 )
-def test_a_planted_fault_is_found(product: type[Product]) -> None:
+def test_planted_fault_is_reported(product: type[Product]) -> None:
     kind, options = EXPECTED[product]
     case = only(PLAIN, [f"{name}={option}" for name, option in options.items()])
     assert kind in examine(case, 12, product).kinds

@@ -1,4 +1,4 @@
-"""What is refused before anything is started, and what a request's affinity is read from. Without a cluster."""
+"""Refusals before the start, and the source of a request's affinity. Without a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_workers_are_refused() -> None:
         gateway_app(config)
 
 
-def test_where_ray_is_not_installed_it_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_error_contains_install_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "find_spec", lambda name: None)
     with pytest.raises(TokentapeError, match=r"pip install 'tokentape\[ray\]'"):
         gateway_app(ServeConfig(store="postgresql://h/d"))
@@ -40,12 +40,12 @@ def test_an_unknown_setting_is_refused() -> None:
         app({"stoer": "postgresql://h/d"})
 
 
-def test_a_value_that_a_setting_cannot_have_is_refused() -> None:
+def test_invalid_setting_value_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="TOKENTAPE_ENGINE_KIND"):
         app({"store": "postgresql://h/d", "engine.kind": "no such"})
 
 
-def test_the_session_of_a_derived_key_is_read_from_it() -> None:
+def test_session_id_is_read_from_a_derived_key() -> None:
     key = Keys({"team-1": "0123456789abcdef"}).session_key("team-1", "a_b:c.d-e")
     assert session_in_key(key) == "a_b:c.d-e"
     assert session_in_key("0123456789abcdef") is None
@@ -66,7 +66,7 @@ def test_the_session_of_a_derived_key_is_read_from_it() -> None:
         ("/sessions/no%20id/v1/models", {}, None),
     ],
 )
-def test_what_calls_have_in_common(path: str, headers: dict[str, str], expected: str | None) -> None:
+def test_affinity_of_calls(path: str, headers: dict[str, str], expected: str | None) -> None:
     pytest.importorskip("ray")
     from tokentape.ray._affinity import affinity_key
 

@@ -1,4 +1,4 @@
-"""Through Ray Data comes what comes in one process, to the last bit."""
+"""Ray Data gives the same as a single process, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def spellings(tokenizer: Tokenizer, count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of ids, some of which spell words with other tokens than encoding would."""
+    """Return rows of ids, some with words in noncanonical tokens."""
     random = np.random.default_rng(seed)
     pieces = [tokenizer.encode_plain(piece) for piece in ("They", " co", "st", " 1", "2", ".", "\n", " cafés", "<END>")]
     rows = []
@@ -46,7 +46,7 @@ def spellings(tokenizer: Tokenizer, count: int, seed: int) -> list[dict[str, Any
 
 @pytest.fixture
 def ids(renderer: Renderer, tmp_path: Path) -> Path:
-    """A folder of Parquet files with several row groups each."""
+    """Write a folder of Parquet files with several row groups each."""
     folder = tmp_path / "ids"
     folder.mkdir()
     for number in range(2):
@@ -55,12 +55,12 @@ def ids(renderer: Renderer, tmp_path: Path) -> Path:
     return folder
 
 
-def test_drift_is_what_one_process_measures(
+def test_drift_equals_that_of_a_single_process(
     ids: Path, renderer: Renderer, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tokentape.audit._drift import meter
 
-    # Several batches of the bootstrap, cut elsewhere than row groups are.
+    # Several bootstrap batches, with boundaries unlike those of row groups.
     monkeypatch.setattr(meter, "BATCH_TOKENS", 1500)
     columns = Columns(by=("domain",))
     rows = chain.from_iterable(iter_rows(path, columns) for path in sorted(ids.iterdir()))
@@ -70,7 +70,7 @@ def test_drift_is_what_one_process_measures(
     assert drift(ids, model_dir, columns=columns, actors=2, cpus=0.5) == expected
 
 
-def test_an_error_of_an_actor_is_raised_as_it_is(tmp_path: Path, model_dir: Path) -> None:
+def test_actor_error_is_raised_unchanged(tmp_path: Path, model_dir: Path) -> None:
     path = tmp_path / "ids.parquet"
     pq.write_table(pa.table({"input_ids": [[10**6]]}), path)
     with pytest.raises(InvalidRequest, match="outside of the tokenizer"):
@@ -82,7 +82,7 @@ def test_no_files_are_an_error(tmp_path: Path, model_dir: Path) -> None:
         drift(tmp_path, model_dir)
 
 
-def test_a_corpus_is_audited_as_in_one_process(model_dir: Path, tmp_path: Path) -> None:
+def test_corpus_audit_equals_that_of_a_single_process(model_dir: Path, tmp_path: Path) -> None:
     skewed = tmp_path / "skewed"
     skewed.mkdir()
     spec = json.loads((model_dir / "tokenizer.json").read_text())
@@ -93,17 +93,17 @@ def test_a_corpus_is_audited_as_in_one_process(model_dir: Path, tmp_path: Path) 
     pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=300)
     (folder / "b.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:200]))
     expected = audit(model_dir, skewed, corpus=[folder], workers=1)
-    found = audit_corpus(model_dir, skewed, folder, actors=2, cpus=0.5)
+    report = audit_corpus(model_dir, skewed, folder, actors=2, cpus=0.5)
     assert expected.corpus is not None
-    assert found.corpus is not None
+    assert report.corpus is not None
     assert expected.corpus.differing
     same = {"seconds": 0.0}
-    assert replace(found, corpus=replace(found.corpus, **same), **same) == replace(
+    assert replace(report, corpus=replace(report.corpus, **same), **same) == replace(
         expected, corpus=replace(expected.corpus, **same), **same
     )
 
 
-def test_a_server_is_no_side_of_it(model_dir: Path, tmp_path: Path) -> None:
+def test_server_is_refused_for_a_corpus_audit(model_dir: Path, tmp_path: Path) -> None:
     from tests.audit.skew.cases import TINY, healthy
 
     class Server:
@@ -136,30 +136,30 @@ def test_an_export_has_the_rows_of_a_local_one(kind: str, tmp_path: Path, reques
     server: Server | None = request.getfixturevalue("postgres") if kind == "postgres" else None
     location = tmp_path / "data" if server is None else server.new_place()
     write_sessions(location, 23)
-    one = tmp_path / "one.parquet"
-    said = CliRunner().invoke(app, ["export", str(location), "-o", str(one), "--json"])
-    assert said.exit_code == 0, said.output
+    exported = tmp_path / "one.parquet"
+    done = CliRunner().invoke(app, ["export", str(location), "-o", str(exported), "--json"])
+    assert done.exit_code == 0, done.output
     counts = export(location, tmp_path / "many", sessions_per_file=5, actors=2, cpus=0.5)
     files = sorted((tmp_path / "many").iterdir())
     assert [path.name for path in files] == [f"part-0000{n}.parquet" for n in range(5)]
     assert {path.name for path in tmp_path.iterdir()} >= {"many", "one.parquet"}
     assert not list(tmp_path.glob("many.part*"))
-    assert {pq.read_schema(path) for path in files} == {pq.read_schema(one)}
+    assert {pq.read_schema(path) for path in files} == {pq.read_schema(exported)}
     rows = [row for path in files for row in iter_parquet(path)]
-    # By what is printed: NaN is not equal to itself.
-    assert repr(trajectories_table(rows).to_pylist()) == repr(pq.read_table(one).to_pylist())
-    told = json.loads(said.stdout)
+    # Compare printed values: NaN is not equal to itself.
+    assert repr(trajectories_table(rows).to_pylist()) == repr(pq.read_table(exported).to_pylist())
+    output = json.loads(done.stdout)
     assert (counts.sessions, counts.trajectories, counts.tokens, counts.trained_tokens) == (
-        told["sessions"],
-        told["trajectories"],
-        told["tokens"],
-        told["trained_tokens"],
+        output["sessions"],
+        output["trajectories"],
+        output["tokens"],
+        output["trained_tokens"],
     )
     if server is not None:
         server.drop(str(location))
 
 
-def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_export_is_complete_or_absent(tmp_path: Path) -> None:
     write_sessions(tmp_path / "data", 2)
     with pytest.raises(NotFound):
         export(tmp_path / "data", tmp_path / "out", sessions=["s0", "nobody"])

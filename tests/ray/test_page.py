@@ -1,4 +1,4 @@
-"""docs/how-to/ray.md: its Python runs or at least imports, its config file is one that Serve and the gateway take."""
+"""docs/how-to/ray.md: its Python runs or at least imports, and Serve and the gateway accept its config file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_what_is_imported_is_there(code: str) -> None:
+def test_imports_of_the_page_exist(code: str) -> None:
     for statement in ast.walk(ast.parse(code)):
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("tokentape"):
             module: Any = importlib.import_module(str(statement.module))
@@ -40,11 +40,13 @@ def test_the_config_files_arguments_are_settings(tmp_path: Path) -> None:
     assert getattr(importlib.import_module(module), name) is ray.app
     keys = tmp_path / "keys"
     keys.write_text("team=0123456789abcdef")
-    given = {**application["args"], "keys_file": str(keys)}
-    assert given.keys() <= settings().keys()
-    said = {env_name(key): ",".join(value) if isinstance(value, list) else value for key, value in given.items()}
-    config = resolve({}, said).config
-    assert (config.engine.urls, config.store) == (("http://10.0.0.1:8000",), given["store"])
+    arguments = {**application["args"], "keys_file": str(keys)}
+    assert arguments.keys() <= settings().keys()
+    environment = {
+        env_name(key): ",".join(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+    config = resolve({}, environment).config
+    assert (config.engine.urls, config.store) == (("http://10.0.0.1:8000",), arguments["store"])
 
 
 @pytest.mark.ray
@@ -58,11 +60,11 @@ def test_serve_takes_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     keys.write_text("team=0123456789abcdef")
     assert isinstance(application.args, dict)
     built = ray.app({**application.args, "keys_file": str(keys)})
-    assert [one.name for one in application.deployments] == [built._bound_deployment.name]
+    assert [deployment.name for deployment in application.deployments] == [built._bound_deployment.name]
 
 
 @pytest.mark.ray
-def test_the_files_code_runs(
+def test_code_of_the_page_runs(
     cluster: None, postgres: Server, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (code,) = re.findall(r"<!-- executed by [\w/.]+ -->\n```python\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""The gateway on Ray Serve: two replicas over one PostgreSQL record, asked by real clients through Serve's proxy."""
+"""The gateway on Ray Serve: two replicas over a PostgreSQL record, called by real clients through Serve's proxy."""
 
 from __future__ import annotations
 
@@ -71,14 +71,16 @@ def until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
 
 
 def recorded(served: Served) -> set[str]:
-    return {one.info.session_id for one in served.store.sessions(limit=1000)}
+    return {session.info.session_id for session in served.store.sessions(limit=1000)}
 
 
 def replicas() -> dict[str, Any]:
-    """The actors of the replicas that live, by name."""
+    """Return the actors of live replicas, by name."""
     import ray
 
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "#Tokentape#" in one["name"]]
+    names = [
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "#Tokentape#" in actor["name"]
+    ]
     return {name: ray.get_actor(name, namespace="serve") for name in names}
 
 
@@ -88,13 +90,13 @@ def test_an_agents_sessions_are_exact(served: Served, stream: bool) -> None:
 
     tasks = sample_tasks(seed=3, n=6)
 
-    async def one(number: int) -> int:
+    async def run_agent(number: int) -> int:
         base_url = f"{served.url}/sessions/agent-{stream}-{number}/v1"
         async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=3) as client:
             return (await solve(client, tasks[number], temperature=0.7, seed=number, stream=stream)).model_calls
 
     async def all_of_them() -> list[int]:
-        return await asyncio.gather(*map(one, range(len(tasks))))
+        return await asyncio.gather(*map(run_agent, range(len(tasks))))
 
     calls = asyncio.run(all_of_them())
     assert max(calls) > 1
@@ -113,7 +115,7 @@ def test_tokens_arrive_while_others_are_sampled(served: Served) -> None:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
         first = next(lines)
-        # A proxy that collects the reply would have it whole, and so recorded.
+        # A proxy that buffers the reply would have all of it, so it would be recorded.
         assert "streamed" not in recorded(served)
         rest = [line for line in lines if line]
     assert first.startswith("data: {")
@@ -122,7 +124,7 @@ def test_tokens_arrive_while_others_are_sampled(served: Served) -> None:
     assert "streamed" in recorded(served)
 
 
-def test_a_client_that_leaves_ends_its_call(served: Served) -> None:
+def test_disconnected_client_ends_its_call(served: Served) -> None:
     body = {"messages": [QUESTION], "max_tokens": 1000, "stream": True, "temperature": 2.0, "seed": 2}
     url = f"{served.url}/sessions/left/v1/chat/completions"
     with httpx2.stream("POST", url, json=body, timeout=PATIENCE) as reply:
@@ -134,25 +136,25 @@ def test_a_client_that_leaves_ends_its_call(served: Served) -> None:
     assert served.load("left").trajectories() == []
 
 
-def test_calls_of_a_session_go_to_one_replica(served: Served) -> None:
+def test_calls_of_a_session_go_to_the_same_replica(served: Served) -> None:
     names = [f"affine-{number}" for number in range(16)]
     for _ in range(3):
         for name in names:
             assert served.ask(name, [QUESTION], max_tokens=1).status_code == 200
     open_there = []
     for name in names:
-        told = httpx2.get(f"{served.url}/metrics", headers={"X-Session-Id": name}, timeout=PATIENCE).text
-        found = re.search(r"^tokentape_open_sessions ([\d.]+)$", told, re.MULTILINE)
-        assert found is not None
-        open_there.append(int(float(found[1])))
-    # So many at one replica and the rest at the other: no session is open at both.
+        metrics = httpx2.get(f"{served.url}/metrics", headers={"X-Session-Id": name}, timeout=PATIENCE).text
+        match = re.search(r"^tokentape_open_sessions ([\d.]+)$", metrics, re.MULTILINE)
+        assert match is not None
+        open_there.append(int(float(match[1])))
+    # A part at one replica and the rest at the other: no session is open at both.
     assert len(set(open_there)) == 2
     assert sum(set(open_there)) == len(recorded(served))
 
 
 @dataclass
 class Load:
-    """Agents that go on until they are told to stop, and what they were told."""
+    """Run agents until they are stopped, and collect their replies."""
 
     served: Served
     stop: threading.Event = field(default_factory=threading.Event)
@@ -171,14 +173,14 @@ class Load:
             while not self.stop.is_set() and len(messages) < 60:
                 messages.append({"role": "user", "content": f"question {len(messages)}"})
                 try:
-                    told = client.chat.completions.create(
+                    completion = client.chat.completions.create(
                         model="m", messages=messages, max_tokens=12, extra_body={"return_token_ids": True}
                     )
                 except OpenAIError:
                     self.failures += 1
                     messages.pop()
                     continue
-                choice: Any = told.choices[0]
+                choice: Any = completion.choices[0]
                 self.acknowledged[name, choice.tokentape["turn"]] = choice.token_ids
                 messages.append({"role": "assistant", "content": choice.message.content or ""})
 
@@ -195,7 +197,7 @@ def test_a_replica_that_is_killed_loses_no_acknowledged_turn(served: Served) -> 
         ray.kill(before[victim])
         at_kill = len(load.acknowledged)
         until(lambda: len(load.acknowledged) > at_kill + 24)
-        # Serve starts another one, and calls go on meanwhile and afterwards.
+        # Serve starts another replica, and calls continue meanwhile and afterwards.
         until(lambda: len(replicas().keys() - {victim}) == 2, 180)
         load.stop.set()
         for agent in agents:
@@ -206,7 +208,7 @@ def test_a_replica_that_is_killed_loses_no_acknowledged_turn(served: Served) -> 
     assert report.ok, report
 
 
-def test_the_end_waits_for_calls_under_way(served: Served) -> None:
+def test_shutdown_waits_for_running_calls(served: Served) -> None:
     from ray import serve
 
     until(lambda: httpx2.get(f"{served.url}/readyz", timeout=PATIENCE).status_code == 200)

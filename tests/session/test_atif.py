@@ -13,7 +13,7 @@ import pytest
 
 from tests.session.builders import assistant, make_turn, user
 from tests.training.interpreters import PYTHONS, lacking
-from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played
+from tests.training.scripted_sessions import ANSWER, THOUGHT, TOOL_CALL, played
 from tokentape._session.atif import atif_document
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -48,8 +48,8 @@ def forked() -> list[dict[str, Any]]:
 
 def test_a_step_has_the_exact_ids_of_its_call(renderer: Renderer, tmp_path: Path) -> None:
     exchanges = [
-        (user("How much are pears?"), THOUGHT + ASKED),
-        ({"role": "tool", "content": "12", "tool_call_id": ""}, TOLD),
+        (user("How much are pears?"), THOUGHT + TOOL_CALL),
+        ({"role": "tool", "content": "12", "tool_call_id": ""}, ANSWER),
     ]
     with SqliteStore.open(tmp_path) as store:
         stored = played(renderer, store, exchanges)
@@ -125,8 +125,8 @@ def test_images_are_refused() -> None:
 @pytest.mark.differential
 def test_harbor_reads_the_documents(renderer: Renderer, tmp_path: Path) -> None:
     exchanges = [
-        (user("How much are pears?"), THOUGHT + ASKED),
-        ({"role": "tool", "content": "12", "tool_call_id": ""}, TOLD),
+        (user("How much are pears?"), THOUGHT + TOOL_CALL),
+        ({"role": "tool", "content": "12", "tool_call_id": ""}, ANSWER),
     ]
     with SqliteStore.open(tmp_path) as store:
         stored = played(renderer, store, exchanges)

@@ -1,4 +1,4 @@
-"""Each kind of place that a record can be kept in, so that one contract is tested on all of them."""
+"""Each kind of place for a record, to test the same contract on all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_databases() -> list[Path]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one record is kept."""
+    """The place of a record."""
 
     location: str | Path
 
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass
 class Places:
-    """Makes places, all of one kind."""
+    """Makes places of a kind."""
 
     directory: Path
     server: Server | None

@@ -1,9 +1,9 @@
-"""Opens a record of an older version again and again, killed before its first statement, its second, and so on.
+"""Opens a record of an older version repeatedly, killed before the first statement, the second, and so on.
 
     python -m tests.store.killed_migration LOCATION
 
-A line of JSON is written before the first try and after each one: whether it was killed, the schema version that the
-record has then, and a digest of all its turns and rewards. It ends with the first try that is not killed.
+A line of JSON is written before the first attempt and after each: whether it was killed, the schema version of the
+record, and a digest of all its turns and rewards. It ends with the first attempt that is not killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SINCE_4 = ("sampled_from", "logprobs_of", "resumes", "adapter")
 
 
 def in_child(work: Callable[[], Any]) -> tuple[bool, str]:
-    """Return whether a process that does the work was killed, and what it returned."""
+    """Run the work in a process. Return whether it was killed, and its result."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -40,9 +40,9 @@ def in_child(work: Callable[[], Any]) -> tuple[bool, str]:
     os.close(write)
     _, status = os.waitpid(child, 0)
     with open(read, "rb") as pipe:
-        found = pipe.read().decode()
-    assert os.WIFSIGNALED(status) or found, "the process failed"
-    return os.WIFSIGNALED(status), found
+        error_text = pipe.read().decode()
+    assert os.WIFSIGNALED(status) or error_text, "the process failed"
+    return os.WIFSIGNALED(status), error_text
 
 
 def open_until(location: str, last: int) -> None:
@@ -68,14 +68,14 @@ def look(location: str) -> tuple[str, str]:
     )
     with engine.connect() as connection, connection.begin():
         version = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "schema_version"))
-        found = version.scalar_one()
+        schema_version = version.scalar_one()
         hasher = hashlib.sha256()
         for table in (schema.sessions, schema.turns, schema.rewards, schema.answers):
             columns = [column for column in table.c if column.name not in SINCE_4]
             for row in connection.execute(select(*columns).order_by(*table.primary_key)):
                 hasher.update(repr(tuple(row)).encode())
     engine.dispose()
-    return found, hasher.hexdigest()
+    return schema_version, hasher.hexdigest()
 
 
 def check_kills(location: str) -> None:
@@ -83,14 +83,14 @@ def check_kills(location: str) -> None:
     command = [sys.executable, "-m", "tests.store.killed_migration", location]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     tries = [json.loads(line) for line in done.stdout.splitlines()]
-    versions = [one["version"] for one in tries]
+    versions = [attempt["version"] for attempt in tries]
     current = str(schema.VERSION)
     assert versions == sorted(versions)
     assert (versions[0], {*versions}) == ("3", {"3", current})
-    # One try per statement of the migration at least, none of which left anything.
+    # At least one attempt per statement of the migration, none of which left a change.
     assert versions.count("3") > 10
-    assert len({one["digest"] for one in tries}) == 1
-    assert [one["killed"] for one in tries] == [True] * (len(tries) - 1) + [False]
+    assert len({attempt["digest"] for attempt in tries}) == 1
+    assert [attempt["killed"] for attempt in tries] == [True] * (len(tries) - 1) + [False]
 
 
 def main(location: str) -> None:

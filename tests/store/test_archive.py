@@ -31,7 +31,7 @@ from tokentape.types import RecordedReply, Reward, SessionInfo, TurnColumn, Turn
 run = asyncio.run
 CHAIN = make_chain("a", 3)
 NEW = 4e9
-"""A time that has not come yet."""
+"""A time in the future."""
 
 
 @pytest.fixture
@@ -76,15 +76,15 @@ def archived(store: Store, target: str, *, delete: bool = False) -> Archived:
 
 
 def names(store: Store) -> list[str]:
-    return [one.info.session_id for one in store.sessions()]
+    return [session.info.session_id for session in store.sessions()]
 
 
 def lines(store: Store, *session_ids: str) -> list[bytes]:
-    found = (store.load_session(session_id, per_token=True) for session_id in session_ids)
-    return [json_line(one) for stored in found for one in stored.trajectories()]
+    sessions = (store.load_session(session_id, per_token=True) for session_id in session_ids)
+    return [json_line(trajectory) for stored in sessions for trajectory in stored.trajectories()]
 
 
-def test_no_database_stays_open(store: Store, target: str) -> None:
+def test_archiving_leaves_no_database_open(store: Store, target: str) -> None:
     before = open_databases()
     gc.disable()
     try:
@@ -123,14 +123,14 @@ def test_an_archive_of_a_database_reads_like_the_record(postgres: Server, target
     postgres.drop(url)
 
 
-def test_a_session_that_was_archived_and_deleted_does_not_come_back(store: Store, target: str, place: Place) -> None:
+def test_archived_and_deleted_session_stays_deleted(store: Store, target: str, place: Place) -> None:
     archived(store, target, delete=True)
     with pytest.raises(Conflict, match="use a new session id"):
         run(store.write(SessionInfo("a", 5.0)))
     assert verify(place.location).ok
 
 
-def test_without_delete_everything_stays_and_only_what_changed_is_written_again(store: Store, target: str) -> None:
+def test_without_delete_everything_stays_and_only_changes_are_rewritten(store: Store, target: str) -> None:
     assert archived(store, target).sessions == 2
     assert names(store) == ["a", "b", "new"]
     assert archived(store, target) == Archived()
@@ -144,9 +144,7 @@ def test_without_delete_everything_stays_and_only_what_changed_is_written_again(
         assert sorted(names(read)) == ["a", "b"]
 
 
-def test_what_was_recorded_after_the_snapshot_is_kept(
-    store: Store, target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_after_the_snapshot_are_kept(store: Store, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take = SnapshotClient.take
 
     def take_and_go_on(self: SnapshotClient, selection: Selection, owner: str) -> int:
@@ -164,8 +162,8 @@ def test_what_was_recorded_after_the_snapshot_is_kept(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(12))
-def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The process dies at the write of a file after so many, or before the deletion."""
+def test_interrupted_archive_resumes(store: Store, target: str, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The process dies at a later file write, or before the deletion."""
     write, writes = archive.write_file, iter(range(at))
     before = lines(store, "a", "b")
 
@@ -194,7 +192,7 @@ def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pyt
     assert verify(target).ok
 
 
-def test_cut_off_within_the_snapshot_it_holds_nothing_for_ever(
+def test_archive_interrupted_in_the_snapshot_holds_nothing_forever(
     store: Store, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(self: Snapshots, snapshot_id: int) -> object:
@@ -207,30 +205,30 @@ def test_cut_off_within_the_snapshot_it_holds_nothing_for_ever(
     assert archived(store, target, delete=True).deleted == ["a", "b"]
 
 
-def test_killed_within_its_first_write_it_goes_on(store: Store, tmp_path: Path) -> None:
+def test_archive_killed_in_its_first_write_resumes(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     target.mkdir()
     (target / "tokentape-archive.json.part").write_bytes(b"{")
     assert archived(store, str(target), delete=True).deleted == ["a", "b"]
-    assert [one.name for one in target.glob("*.part")] == []
+    assert [file.name for file in target.glob("*.part")] == []
 
 
-def test_what_was_begun_for_another_archive_is_left_to_it(
+def test_unfinished_work_of_another_archive_is_left_alone(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(self: SnapshotClient, snapshot_id: int, digest: str) -> None:
         raise SystemExit
 
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    first, other = str(tmp_path / "one"), str(tmp_path / "other")
     with monkeypatch.context() as patched:
         patched.setattr(SnapshotClient, "drop", die)
         with pytest.raises(SystemExit):
-            archived(store, one, delete=True)
+            archived(store, first, delete=True)
     assert [name for name, _ in archived(store, other, delete=True).kept] == ["a", "b"]
-    assert archived(store, one, delete=True).deleted == ["a", "b"]
+    assert archived(store, first, delete=True).deleted == ["a", "b"]
 
 
-def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
+def test_files_are_flushed_before_the_snapshot_is_confirmed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "some" / "archive"
@@ -246,7 +244,7 @@ def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
     def check(self: SnapshotClient, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
         there = [tmp_path, target.parent, target, *target.rglob("*")]
         assert target / "tokentape-archive.json" in there
-        assert [one for one in there if (one.stat().st_dev, one.stat().st_ino) not in flushed] == []
+        assert [path for path in there if (path.stat().st_dev, path.stat().st_ino) not in flushed] == []
         return drop(self, snapshot_id, digest)
 
     monkeypatch.setattr(os, "fsync", note)
@@ -254,7 +252,9 @@ def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
     assert archived(store, str(target), delete=True).deleted == ["a", "b"]
 
 
-def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_that_can_not_be_read_back_are_not_deleted(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = archive.write_file
 
     def spoil(folder: Any, name: str, source: IO[bytes]) -> None:
@@ -267,7 +267,7 @@ def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, mo
     assert names(store) == ["a", "b", "new"]
 
 
-def test_a_file_that_is_damaged_later_is_found(store: Store, tmp_path: Path) -> None:
+def test_later_damage_of_a_file_is_detected(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     (damaged,) = target.glob("*/rewards.parquet")
@@ -278,7 +278,7 @@ def test_a_file_that_is_damaged_later_is_found(store: Store, tmp_path: Path) -> 
         open_record(target, read_only=True)
 
 
-def test_a_stray_file_is_left_alone(store: Store, tmp_path: Path) -> None:
+def test_stray_file_is_ignored(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     (target / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
@@ -289,7 +289,7 @@ def test_a_stray_file_is_left_alone(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", ["{}", "[]", "1", '{"schema_version": 4, "sessions": 1, "files": {}}'])
-def test_a_manifest_of_something_else_is_found(store: Store, tmp_path: Path, content: str) -> None:
+def test_manifest_of_another_archive_is_detected(store: Store, tmp_path: Path, content: str) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     (manifest,) = target.glob("*/manifest.json")
@@ -300,17 +300,17 @@ def test_a_manifest_of_something_else_is_found(store: Store, tmp_path: Path, con
         open_record(target, read_only=True)
 
 
-def test_a_session_without_rows_is_found(store: Store, tmp_path: Path) -> None:
+def test_session_without_rows_is_detected(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     (manifest,) = target.glob("*/manifest.json")
-    found = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**found, "sessions": [*found["sessions"], "ghost"]}))
+    contents = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**contents, "sessions": [*contents["sessions"], "ghost"]}))
     (finding,) = verify(target).findings
     assert "'ghost'" in str(finding)
 
 
-def test_a_run_that_is_not_finished_is_not_read(store: Store, tmp_path: Path) -> None:
+def test_unfinished_run_is_not_read(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     (manifest,) = target.glob("*/manifest.json")
@@ -320,7 +320,7 @@ def test_a_run_that_is_not_finished_is_not_read(store: Store, tmp_path: Path) ->
 
 
 def test_a_run_without_its_manifest_is_a_finding(store: Store, tmp_path: Path) -> None:
-    """Its sessions were neither checked nor exported, and there was no finding."""
+    """Regression: its sessions were neither checked nor exported, and there was no finding."""
     target = tmp_path / "archive"
     archived(store, str(target))
     (manifest,) = target.glob("*/manifest.json")
@@ -332,7 +332,7 @@ def test_a_run_without_its_manifest_is_a_finding(store: Store, tmp_path: Path) -
     assert verify(target).findings == ()
 
 
-def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:
+def test_archives_of_two_stores_can_be_combined(store: Store, tmp_path: Path) -> None:
     target = str(tmp_path / "archive")
     archived(store, target, delete=True)
     with open_record(tmp_path / "other") as other:
@@ -342,7 +342,7 @@ def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:
         assert sorted(names(read)) == ["a", "b", "c"]
 
 
-def test_a_folder_of_something_else_is_refused(store: Store, tmp_path: Path) -> None:
+def test_folder_with_other_files_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "holiday").mkdir()
     (tmp_path / "holiday/photo").write_text("")
     with pytest.raises(InvalidRequest, match="neither an archive"):
@@ -360,7 +360,7 @@ def test_an_archive_of_a_later_version_is_refused(store: Store, tmp_path: Path) 
         open_record(target, read_only=True)
 
 
-def test_an_archive_is_not_written_to(store: Store, tmp_path: Path) -> None:
+def test_archive_is_read_only(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     with pytest.raises(InvalidRequest, match="read-only"):
@@ -376,7 +376,7 @@ def test_a_session_without_turns_is_archived_too(store: Store, target: str) -> N
         assert sorted(names(read)) == ["a", "b", "empty"]
 
 
-def test_rows_that_come_back_otherwise_are_not_deleted(
+def test_sessions_with_rows_that_differ_when_read_back_are_not_deleted(
     store: Store, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = archive._load

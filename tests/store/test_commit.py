@@ -21,7 +21,7 @@ from tokentape.types import SessionInfo
 
 
 class Numbers:
-    """A table of unique numbers behind a commit queue, and a gate that holds the queue back."""
+    """A table of unique numbers with a commit queue, and a gate that blocks the queue."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Numbers:
         return self.queue.run(work)
 
     async def held(self, *calls: Coroutine[Any, Any, None]) -> list[BaseException | None]:
-        """The outcomes of `calls`, all of which wait while a first call is at work."""
+        """Return the outcomes of `calls`, which all wait while a first call runs."""
         begun, gate = threading.Event(), threading.Event()
 
         def hold(_: Connection) -> int:
@@ -98,7 +98,7 @@ def test_a_transaction_takes_a_bounded_number_of_calls(tmp_path: Path) -> None:
         assert table.commits == 1 + 3
 
 
-def test_a_call_that_fails_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+def test_failed_call_does_not_affect_other_calls(tmp_path: Path) -> None:
     with numbers(tmp_path) as table:
         outcomes = asyncio.run(table.held(table.insert(1), table.insert(2, 3, 1), table.insert(4)))
         assert [type(outcome) for outcome in outcomes] == [type(None), Conflict, type(None)]
@@ -106,7 +106,7 @@ def test_a_call_that_fails_leaves_its_neighbours_alone(tmp_path: Path) -> None:
         assert table.recorded() == [1, 4]
 
 
-def test_a_call_that_raises_anything_gets_it_back_and_leaves_nothing(tmp_path: Path) -> None:
+def test_any_exception_is_returned_to_its_call_without_a_trace(tmp_path: Path) -> None:
     def work(connection: Connection) -> int:
         connection.execute(text("INSERT INTO numbers VALUES (7)"))
         raise ZeroDivisionError
@@ -117,7 +117,7 @@ def test_a_call_that_raises_anything_gets_it_back_and_leaves_nothing(tmp_path: P
         assert table.recorded() == [1, 2]
 
 
-def test_an_error_that_ends_the_transaction_is_only_the_error_of_its_call(tmp_path: Path) -> None:
+def test_error_that_ends_the_transaction_reaches_only_its_call(tmp_path: Path) -> None:
     def work(connection: Connection) -> int:
         connection.exec_driver_sql("ROLLBACK")
         connection.exec_driver_sql("SELECT * FROM nothing_of_that_name")
@@ -129,8 +129,8 @@ def test_an_error_that_ends_the_transaction_is_only_the_error_of_its_call(tmp_pa
         assert table.recorded() == [1, 2]
 
 
-def test_after_a_lost_connection_no_error_says_that_nothing_is_recorded(tmp_path: Path) -> None:
-    """The commit may have gone through before the connection was lost, whatever keeps the second try out."""
+def test_after_a_lost_connection_no_error_denies_the_record(tmp_path: Path) -> None:
+    """The commit may have gone through before the connection was lost, whatever fails the retry."""
 
     def classify(error: DBAPIError) -> StoreFailure:
         what = str(error.orig)
@@ -151,7 +151,7 @@ def test_after_a_lost_connection_no_error_says_that_nothing_is_recorded(tmp_path
         assert table.recorded() == [1]
 
 
-def test_a_call_cancelled_before_it_begins_is_left_out(tmp_path: Path) -> None:
+def test_call_canceled_before_it_begins_is_left_out(tmp_path: Path) -> None:
     async def cancelled(call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(call)
         await asyncio.sleep(0)
@@ -162,7 +162,7 @@ def test_a_call_cancelled_before_it_begins_is_left_out(tmp_path: Path) -> None:
         assert table.recorded() == [1, 3]
 
 
-def test_a_call_cancelled_at_work_runs_on_and_the_queue_too(tmp_path: Path) -> None:
+def test_call_canceled_while_running_finishes_and_the_queue_continues(tmp_path: Path) -> None:
     begun, gate = threading.Event(), threading.Event()
 
     def work(connection: Connection) -> int:
@@ -185,7 +185,7 @@ def test_a_call_cancelled_at_work_runs_on_and_the_queue_too(tmp_path: Path) -> N
         assert table.recorded() == [1, 2]
 
 
-def test_a_caller_whose_event_loop_is_gone_does_not_stop_the_queue(tmp_path: Path) -> None:
+def test_caller_with_a_closed_event_loop_does_not_stop_the_queue(tmp_path: Path) -> None:
     begun, gate = threading.Event(), threading.Event()
 
     def work(_: Connection) -> int:
@@ -205,14 +205,14 @@ def test_a_caller_whose_event_loop_is_gone_does_not_stop_the_queue(tmp_path: Pat
         assert table.recorded() == [1]
 
 
-def test_a_closed_queue_refuses(tmp_path: Path) -> None:
+def test_closed_queue_refuses_calls(tmp_path: Path) -> None:
     with numbers(tmp_path) as table:
         table.queue.close()
         with pytest.raises(StoreError, match="closed"):
             asyncio.run(table.insert(1))
 
 
-def test_a_fatal_failure_behind_a_commit_keeps_it_and_refuses_what_follows(tmp_path: Path) -> None:
+def test_fatal_error_after_a_commit_keeps_it_and_refuses_later_calls(tmp_path: Path) -> None:
     failure = StoreFailure(StoreError, "the disk failed", fatal=True)
     with numbers(tmp_path, lambda _: failure) as table:
         asyncio.run(table.insert(1))
@@ -222,7 +222,7 @@ def test_a_fatal_failure_behind_a_commit_keeps_it_and_refuses_what_follows(tmp_p
         assert table.recorded() == [1]
 
 
-def test_a_bug_behind_a_commit_keeps_it_and_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_bug_after_a_commit_keeps_it_and_leaves_no_caller_waiting(tmp_path: Path) -> None:
     def crash(_: int) -> None:
         raise ZeroDivisionError
 
@@ -236,7 +236,7 @@ def test_a_bug_behind_a_commit_keeps_it_and_leaves_nobody_waiting(tmp_path: Path
 # The same through a store
 
 
-def test_200_concurrent_writes_take_far_fewer_transactions(tmp_path: Path) -> None:
+def test_200_concurrent_writes_need_far_fewer_transactions(tmp_path: Path) -> None:
     commits: list[Connection] = []
 
     def note(connection: Connection) -> None:
@@ -290,7 +290,7 @@ class FailingFlush(sqlite3.Connection):
 def test_a_failed_flush_is_not_acknowledged_and_poisons_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulated at the driver; `test_faults` has the kernel itself fail where strace is installed."""
+    """Simulated at the driver; in `test_faults`, the kernel fails if strace is installed."""
     connect = sqlite3.connect
 
     def connect_failing(*args: Any, **kwargs: Any) -> sqlite3.Connection:

@@ -1,4 +1,4 @@
-"""What every store does, whichever database is below."""
+"""Behavior of every store, with any database."""
 
 from __future__ import annotations
 
@@ -114,21 +114,21 @@ def test_a_session_reads_back_while_the_store_is_open(store: Store) -> None:
     assert bits(store.load_session("s").turns) == bits(turns)
 
 
-def test_arrays_are_views_of_what_was_read(store: Store) -> None:
+def test_arrays_are_views_of_the_read_bytes(store: Store) -> None:
     write(store, session("s"), SETUP, make_turn("s", 0))
     ids = store.load_session("s").turns[0].completion_ids
     assert ids.base is not None
     assert not ids.flags.writeable
 
 
-def test_what_turns_have_in_common_is_read_once(store: Store) -> None:
+def test_common_parts_of_turns_are_read_once(store: Store) -> None:
     write(store, SETUP, session("s"), *make_chain("s", 2, sampling={"temperature": 0.5}))
     first, second = store.load_session("s").turns
     for name in ("setup", "engine", "weight_version", "sampling"):
         assert getattr(first, name) is getattr(second, name)
 
 
-def test_only_the_setups_of_a_session_come_with_it(store: Store) -> None:
+def test_session_is_read_with_only_its_setups(store: Store) -> None:
     other = make_setup("other")
     write(store, session("s"), SETUP, other, make_turn("s", 0), session("t"), make_turn("t", 0, setup=other.digest))
     assert set(store.load_session("s").setups) == {SETUP.digest}
@@ -141,28 +141,28 @@ def test_a_setup_written_twice_is_kept_once(store: Store) -> None:
     assert bits(store.load_session("s").setups[SETUP.digest]) == bits(SETUP)
 
 
-def test_keys_of_tools_and_messages_keep_the_order_that_a_template_writes_them_in(store: Store) -> None:
+def test_keys_of_tools_and_messages_keep_their_order(store: Store) -> None:
     tool = {"type": "function", "function": {"name": "add", "description": "b a", "arguments": {"z": 1, "a": 2}}}
     setup = dataclasses.replace(SETUP, tools=(tool,), template_kwargs={"z": 1, "a": 2})
     reply = {"role": "assistant", "content": "", "tool_calls": [tool]}
     write(store, setup, session("s"), make_turn("s", 0, setup=setup.digest, messages=(reply,), reply=reply))
     stored = store.load_session("s")
-    found = stored.setups[setup.digest]
+    stored_setup = stored.setups[setup.digest]
     for read, written in (
-        (found.tools, setup.tools),
-        (found.template_kwargs, setup.template_kwargs),
+        (stored_setup.tools, setup.tools),
+        (stored_setup.template_kwargs, setup.template_kwargs),
         (stored.turns[0].messages, (reply,)),
         (stored.turns[0].reply, reply),
     ):
         assert json.dumps(read) == json.dumps(written)
 
 
-def test_an_unknown_session_is_not_found(store: Store) -> None:
+def test_unknown_session_raises_not_found(store: Store) -> None:
     with pytest.raises(NotFound):
         store.load_session("s")
 
 
-def test_a_write_of_nothing_is_nothing(store: Store) -> None:
+def test_empty_write_does_nothing(store: Store) -> None:
     write(store)
     assert store.sessions() == []
 
@@ -182,8 +182,8 @@ def test_new_values_replace_old_ones_of_the_same_name_and_turn(store: Store, pla
     write(store, session("s"), SETUP, *make_chain("s", 2))
     write(store, column(0, [1] * 4), column(1, [2] * 4), column(0, [3] * 8, "values"))
     write(store, column(0, [4] * 8))
-    found = store.load_session("s", per_token=True).columns
-    assert [(one.turn, one.name, one.values[0]) for one in found] == [
+    columns = store.load_session("s", per_token=True).columns
+    assert [(column.turn, column.name, column.values[0]) for column in columns] == [
         (1, "advantages", 2),
         (0, "values", 3),
         (0, "advantages", 4),
@@ -192,7 +192,7 @@ def test_new_values_replace_old_ones_of_the_same_name_and_turn(store: Store, pla
     assert verify(place.location).ok
 
 
-def test_values_that_do_not_fit_their_turn_are_refused(store: Store) -> None:
+def test_values_of_wrong_length_for_their_turn_are_refused(store: Store) -> None:
     write(store, session("s"), SETUP, make_turn("s", 0))
     for values in [[], [1] * 3, [1] * 5, [1] * 9, [1, 2, 3, np.inf], [np.nan] * 4]:
         with pytest.raises(InvariantViolation, match="advantages"):
@@ -200,7 +200,7 @@ def test_values_that_do_not_fit_their_turn_are_refused(store: Store) -> None:
         assert store.load_session("s", per_token=True).columns == ()
 
 
-def test_rows_that_do_not_fit_their_turn_or_session_are_refused(store: Store) -> None:
+def test_rows_unlike_their_turn_or_session_are_refused(store: Store) -> None:
     write(store, session("s"), SETUP, *make_chain("s", 3), payload(2, 8, start=-1))
     for record in [
         payload(0, 9),
@@ -218,14 +218,14 @@ def test_rows_that_do_not_fit_their_turn_or_session_are_refused(store: Store) ->
 
 def test_rows_of_another_name_may_be_of_another_kind(store: Store) -> None:
     write(store, session("s"), SETUP, make_turn("s", 0), payload(0, 8), payload(0, 3, 2, "hidden", "float16"))
-    (one,) = store.load_session("s", per_token=True).trajectories()
-    assert {name: (rows.rows.dtype, int(rows.known.sum())) for name, rows in one.payloads.items()} == {
+    (trajectory,) = store.load_session("s", per_token=True).trajectories()
+    assert {name: (rows.rows.dtype, int(rows.known.sum())) for name, rows in trajectory.payloads.items()} == {
         "experts": (np.uint8, 8),
         "hidden": (np.float16, 3),
     }
 
 
-def test_columns_and_payloads_of_something_unknown_are_not_found(store: Store) -> None:
+def test_columns_and_payloads_of_unknown_turns_raise_not_found(store: Store) -> None:
     write(store, session("s"), SETUP, make_turn("s", 0))
     for record in (column(1, [1] * 4), payload(1, 2)):
         with pytest.raises(NotFound):
@@ -235,7 +235,7 @@ def test_columns_and_payloads_of_something_unknown_are_not_found(store: Store) -
 # Listings
 
 
-def test_what_is_due_was_not_checked(store: Store) -> None:
+def test_due_turns_were_not_checked(store: Store) -> None:
     write(store, SETUP, session("s"), *make_chain("s", 2), session("other"), *make_chain("other", 2))
     due = [Event(name, turn, BRIDGE_DUE, {}, 1.0) for name, turn in (("s", 0), ("s", 1), ("other", 0))]
     write(store, *due, Event("s", 1, BRIDGE_SKIPPED, {}, 1.0), Event("s", 0, BRIDGE_CHECKED, {}, 2.0))
@@ -259,7 +259,7 @@ def test_pages_follow_the_order_of_creation_even_around_deletions(store: Store) 
     assert [summary.info.session_id for summary in rest] == ["c", "b"]
 
 
-def test_a_position_is_not_used_again(store: Store) -> None:
+def test_position_is_not_reused(store: Store) -> None:
     write(store, session("a"))
     before = store.sessions()[0].position
     asyncio.run(store.delete_session("a"))
@@ -267,13 +267,13 @@ def test_a_position_is_not_used_again(store: Store) -> None:
     assert store.sessions()[0].position > before
 
 
-def test_iteration_yields_every_session_over_page_borders(store: Store) -> None:
+def test_iteration_yields_every_session_across_pages(store: Store) -> None:
     names = [f"s{number}" for number in range(120)]
     write(store, *map(session, names))
     assert [stored.info.session_id for stored in store.iter_sessions()] == names
 
 
-def test_sessions_loaded_together_are_those_loaded_alone(store: Store) -> None:
+def test_sessions_loaded_together_equal_those_loaded_alone(store: Store) -> None:
     names = [f"s{9 - number}" for number in range(10)]
     for name in names:
         records = [session(name), SETUP, *make_chain(name, 3, tokens=9000 if name == "s4" else 8)]
@@ -285,10 +285,10 @@ def test_sessions_loaded_together_are_those_loaded_alone(store: Store) -> None:
         loaded = list(store.iter_sessions(per_token=True, together=True))
     assert bits(loaded) == bits([store.load_session(name, per_token=True) for name in [*names, "empty"]])
     assert len(statements) < 40  # eight for each of three lots
-    assert [bool(one.columns) for one in store.iter_sessions(together=True)] == [False] * 11
+    assert [bool(session.columns) for session in store.iter_sessions(together=True)] == [False] * 11
 
 
-def test_iteration_passes_over_a_session_deleted_meanwhile(store: Store) -> None:
+def test_iteration_skips_a_session_deleted_meanwhile(store: Store) -> None:
     write(store, session("a"), session("b"), session("c"))
     iterator = store.iter_sessions()
     assert next(iterator).info.session_id == "a"
@@ -296,7 +296,7 @@ def test_iteration_passes_over_a_session_deleted_meanwhile(store: Store) -> None
     assert [stored.info.session_id for stored in iterator] == ["c"]
 
 
-# What is not let in
+# Refusals
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -308,14 +308,14 @@ def test_a_turn_that_is_not_the_next_conflicts(store: Store, number: int) -> Non
     assert bits(store.load_session("s").turns) == bits(turns)
 
 
-def test_a_session_id_that_is_taken_conflicts(store: Store) -> None:
+def test_existing_session_id_conflicts(store: Store) -> None:
     write(store, SessionInfo("s", 1.0, {"first": True}))
     with pytest.raises(Conflict):
         write(store, SessionInfo("s", 2.0))
     assert store.load_session("s").info.metadata == {"first": True}
 
 
-def test_a_record_of_something_unknown_is_not_found(store: Store) -> None:
+def test_writes_for_unknown_sessions_raise_not_found(store: Store) -> None:
     write(store, session("s"), SETUP, make_turn("s", 0))
     for record in [
         make_turn("gone", 0),
@@ -327,7 +327,7 @@ def test_a_record_of_something_unknown_is_not_found(store: Store) -> None:
             write(store, record)
 
 
-def test_a_turn_under_an_unknown_setup_is_not_found(store: Store) -> None:
+def test_turn_with_an_unknown_setup_raises_not_found(store: Store) -> None:
     with pytest.raises(NotFound):
         write(store, session("s"), make_turn("s", 0))
     with pytest.raises(NotFound):
@@ -360,18 +360,18 @@ def test_a_turn_whose_parent_is_itself_is_refused(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_a_name_that_no_text_column_takes_is_refused(store: Store, name: str) -> None:
+def test_name_that_is_invalid_in_a_text_column_is_refused(store: Store, name: str) -> None:
     with pytest.raises(InvalidRequest):
         write(store, session(name))
 
 
-def test_a_reward_that_is_not_a_number_is_refused(store: Store) -> None:
+def test_nan_reward_is_refused(store: Store) -> None:
     write(store, session("s"))
     with pytest.raises(InvalidRequest):
         write(store, Reward("s", None, float("nan"), 1.0))
 
 
-def test_of_a_call_that_fails_nothing_is_recorded(store: Store) -> None:
+def test_failed_call_records_nothing(store: Store) -> None:
     with pytest.raises(Conflict):
         write(store, session("s"), SETUP, make_turn("s", 0), session("s"))
     assert store.sessions() == []
@@ -380,7 +380,7 @@ def test_of_a_call_that_fails_nothing_is_recorded(store: Store) -> None:
 # Deletion
 
 
-def test_deletion_takes_turns_and_rewards_and_leaves_others(store: Store, place: Place) -> None:
+def test_deletion_removes_turns_and_rewards_and_keeps_other_sessions(store: Store, place: Place) -> None:
     for name in "ab":
         write(
             store, session(name), SETUP, *make_chain(name, 3), Reward(name, 1, 1.0, 1.0), Reward(name, None, 1.0, 1.0)
@@ -397,7 +397,7 @@ def test_deletion_takes_turns_and_rewards_and_leaves_others(store: Store, place:
     assert store.extra_names(["a"]) == ExtraNames()
 
 
-def test_deletion_of_an_unknown_session_is_not_found(store: Store) -> None:
+def test_deletion_of_an_unknown_session_raises_not_found(store: Store) -> None:
     with pytest.raises(NotFound):
         asyncio.run(store.delete_session("s"))
 
@@ -416,7 +416,7 @@ def test_a_turn_in_flight_does_not_resurrect_a_deleted_session(store: Store) -> 
 # Opening and closing
 
 
-def test_a_closed_store_refuses_and_is_not_healthy(place: Place) -> None:
+def test_closed_store_refuses_calls_and_is_unhealthy(place: Place) -> None:
     store = place.open()
     assert store.healthy
     store.close()
@@ -428,7 +428,7 @@ def test_a_closed_store_refuses_and_is_not_healthy(place: Place) -> None:
         store.sessions()
 
 
-def test_closing_writes_what_is_queued(place: Place) -> None:
+def test_closing_writes_queued_calls(place: Place) -> None:
     async def queue_and_close() -> None:
         store = place.open()
         writes = [asyncio.ensure_future(store.write(session(f"s{number}"))) for number in range(50)]
@@ -441,7 +441,7 @@ def test_closing_writes_what_is_queued(place: Place) -> None:
         assert len(store.sessions()) == 50
 
 
-def test_a_reader_opens_beside_the_writer_and_sees_what_it_writes(store: Store, place: Place) -> None:
+def test_reader_opens_beside_the_writer_and_sees_its_writes(store: Store, place: Place) -> None:
     with place.open(read_only=True) as reader:
         write(store, session("s"), SETUP, make_turn("s", 0))
         assert len(reader.load_session("s").turns) == 1
@@ -451,7 +451,7 @@ def test_a_reader_opens_beside_the_writer_and_sees_what_it_writes(store: Store, 
     write(store, session("t"))
 
 
-def test_a_reader_sees_one_state_of_a_session_that_is_being_written(store: Store) -> None:
+def test_reader_sees_a_consistent_state_of_a_session_during_writes(store: Store) -> None:
     turns = make_chain("s", 60)
     write(store, session("s"), SETUP)
 

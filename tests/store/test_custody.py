@@ -16,7 +16,7 @@ from tokentape.store._commit import Work
 from tokentape.store._snapshots import Selection, Snapshot, Snapshots
 from tokentape.types import Reward, SessionInfo, TurnColumn
 
-# What custody does is the same code on each: the contract of stores is tested on both.
+# Custody is the same code on each: the contract of stores is tested on both.
 pytestmark = pytest.mark.parametrize(
     "places", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True
 )
@@ -26,7 +26,7 @@ CHAIN = make_chain("a", 3)
 
 @pytest.fixture
 def store(place: Place) -> Iterator[Store]:
-    """Sessions `a` (two turns), `b` (one turn) of nobody in particular, and `theirs` of another key."""
+    """Sessions `a` (two turns), `b` (one turn) without an owner, and `theirs` of another key."""
     with place.open() as store:
         run(store.write(SessionInfo("a", 1.0, {"run": 1}), SETUP, *CHAIN[:2]))
         run(store.write(SessionInfo("b", 2.0, {"run": 2}), make_turn("b", 0)))
@@ -52,17 +52,17 @@ def advantages(value: float) -> TurnColumn:
 
 def names(snapshot: Snapshot) -> list[str]:
     assert snapshot.contents is not None
-    return [one["session_id"] for one in snapshot.contents["sessions"]]
+    return [session["session_id"] for session in snapshot.contents["sessions"]]
 
 
 # Contents
 
 
-def test_a_snapshot_says_what_is_in_it(custody: Snapshots) -> None:
+def test_snapshot_lists_its_contents(custody: Snapshots) -> None:
     taken = take(custody)
     assert (taken.snapshot_id, taken.state, taken.owner) == (1, "held", "")
     assert taken.contents is not None
-    lines = [json_line(one) for one in custody.trajectories(1)]
+    lines = [json_line(trajectory) for trajectory in custody.trajectories(1)]
     assert taken.digest == hashlib.sha256(b"".join(lines)).hexdigest()
     assert (taken.contents["trajectories"], taken.contents["tokens"], taken.contents["trained_tokens"]) == (2, 24, 12)
     assert taken.contents["verdicts"] == {"exact": 2}
@@ -73,7 +73,7 @@ def test_a_snapshot_says_what_is_in_it(custody: Snapshots) -> None:
     }
 
 
-def test_contents_stay_the_same_however_much_is_recorded_later(custody: Snapshots, store: Store) -> None:
+def test_later_records_do_not_change_contents(custody: Snapshots, store: Store) -> None:
     run(store.write(advantages(1), Reward("a", None, 0.5, 1.0)))
     taken = take(custody, "a")
     before = bits(list(custody.trajectories(1)))
@@ -89,18 +89,18 @@ def test_contents_stay_the_same_however_much_is_recorded_later(custody: Snapshot
     assert bits(list(custody.trajectories(2))) == bits([now])
 
 
-def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Snapshots, store: Store) -> None:
+def test_replaced_values_are_deleted_when_no_snapshot_has_them(custody: Snapshots, store: Store) -> None:
     run(store.write(advantages(1)))
     take(custody, "a")
     for value in (2, 3):
         run(store.write(advantages(value)))
-    assert [one.values[0] for one in store.load_session("a", per_token=True).columns] == [1, 3]
+    assert [column.values[0] for column in store.load_session("a", per_token=True).columns] == [1, 3]
     run(custody.release(1, None))
     run(store.write(advantages(4)))
-    assert [one.values[0] for one in store.load_session("a", per_token=True).columns] == [4]
+    assert [column.values[0] for column in store.load_session("a", per_token=True).columns] == [4]
 
 
-def test_a_snapshot_that_a_killed_gateway_began_is_finished_when_it_is_asked_for(
+def test_snapshot_begun_by_a_killed_gateway_is_finished_on_request(
     custody: Snapshots, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(self: Snapshots, snapshot_id: int) -> None:
@@ -112,15 +112,15 @@ def test_a_snapshot_that_a_killed_gateway_began_is_finished_when_it_is_asked_for
             take(custody, "a")
     assert custody.find(1, "").digest is None
     run(store.write(CHAIN[2]))
-    found = run(custody.snapshot(1, ""))
-    assert found.contents is not None
-    assert found.contents["sessions"][0]["turns"] == 2
+    snapshot = run(custody.snapshot(1, ""))
+    assert snapshot.contents is not None
+    assert snapshot.contents["sessions"][0]["turns"] == 2
 
 
 # Selection
 
 
-def test_a_key_s_snapshot_has_its_own_sessions(custody: Snapshots) -> None:
+def test_snapshot_of_a_key_has_only_its_sessions(custody: Snapshots) -> None:
     assert names(take(custody)) == ["a", "b"]
     assert names(run(custody.take(Selection(), "admin", None))) == ["a", "b", "theirs"]
     with pytest.raises(NotFound, match="theirs"):
@@ -138,7 +138,7 @@ def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Snapshots, s
     assert names(run(custody.take(Selection(idle_seconds=60), "", ""))) == ["b"]
 
 
-def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: Snapshots, store: Store) -> None:
+def test_unchanged_sessions_are_left_out_over_several_snapshots(custody: Snapshots, store: Store) -> None:
     take(custody)
     with pytest.raises(InvalidRequest):
         take(custody, since=1)
@@ -151,7 +151,7 @@ def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: 
     assert names(take(custody, since=3)) == ["a", "c"]
 
 
-def test_a_snapshot_since_somebody_else_s_is_not_found(custody: Snapshots) -> None:
+def test_snapshot_since_that_of_another_owner_raises_not_found(custody: Snapshots) -> None:
     take(custody)
     with pytest.raises(NotFound):
         run(custody.take(Selection(since=1), "them", "them"))
@@ -160,7 +160,7 @@ def test_a_snapshot_since_somebody_else_s_is_not_found(custody: Snapshots) -> No
 # Holding, confirming, dropping
 
 
-def test_a_held_session_can_not_be_deleted_but_by_force(custody: Snapshots, store: Store) -> None:
+def test_held_session_can_only_be_deleted_by_force(custody: Snapshots, store: Store) -> None:
     taken = take(custody, "a")
     with pytest.raises(Conflict, match="snapshot 1"):
         run(store.delete_session("a"))
@@ -172,7 +172,7 @@ def test_a_held_session_can_not_be_deleted_but_by_force(custody: Snapshots, stor
     run(custody.confirm(1, "", taken.digest))
 
 
-def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Snapshots, store: Store) -> None:
+def test_later_session_with_the_same_id_is_not_held(custody: Snapshots, store: Store) -> None:
     take(custody, "a")
     run(store.delete_session("a", force=True))
     run(store.write(SessionInfo("a", 9.0), make_turn("a", 0)))
@@ -196,14 +196,14 @@ def test_another_digest_confirms_nothing(custody: Snapshots) -> None:
     assert custody.find(1, "").state == "held"
 
 
-def test_nothing_is_dropped_before_it_is_confirmed(custody: Snapshots, store: Store) -> None:
+def test_sessions_are_not_dropped_before_confirmation(custody: Snapshots, store: Store) -> None:
     take(custody, "a")
     with pytest.raises(Conflict, match="not confirmed"):
         run(custody.drop(1, ""))
     assert len(store.load_session("a").turns) == 2
 
 
-def test_a_dropped_session_is_gone_and_stays_gone(custody: Snapshots, store: Store, place: Place) -> None:
+def test_dropped_session_stays_deleted(custody: Snapshots, store: Store, place: Place) -> None:
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
@@ -223,7 +223,7 @@ def test_a_dropped_session_is_gone_and_stays_gone(custody: Snapshots, store: Sto
 @pytest.mark.parametrize(
     "later", [CHAIN[2], Reward("a", 0, 1.0, 1.0), TurnColumn("a", 0, "values", np.zeros(4, np.float32), 1.0)]
 )
-def test_a_session_that_has_changed_is_kept(custody: Snapshots, store: Store, later: object) -> None:
+def test_changed_session_is_kept(custody: Snapshots, store: Store, later: object) -> None:
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
@@ -240,7 +240,7 @@ def test_a_session_in_use_or_in_another_snapshot_is_kept(custody: Snapshots) -> 
     assert run(custody.drop(1, "", in_use=["b"])) == ([], {"b": "in use", "a": "held by snapshot 2"})
 
 
-def test_a_drop_that_was_cut_off_goes_on(custody: Snapshots, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_drop_resumes(custody: Snapshots, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokentape.store._snapshots._DROPPED_AT_ONCE", 1)
     taken = take(custody)
     assert taken.digest is not None

@@ -1,6 +1,6 @@
 """The store under kill -9, full disks and failing flushes.
 
-In every case: what was acknowledged is there, nothing else is, the hash chain holds.
+In every case: acknowledged turns are present, nothing else is, the hash chain holds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def acknowledged(lines: list[str], before: dict[str, int]) -> dict[str, int]:
     """The newest acknowledged `seq` of each session, from the output of the writing process."""
     newest = dict(before)
     for line in lines:
-        if found := re.fullmatch(r"(s\d) (\d+)", line):
-            newest[found[1]] = int(found[2])
+        if match := re.fullmatch(r"(s\d) (\d+)", line):
+            newest[match[1]] = int(match[2])
     return newest
 
 
 def check_record(directory: Path, newest: dict[str, int]) -> None:
-    """Every acknowledged turn is there as it was made, at most the one in flight besides, and nothing by half."""
+    """Check that every acknowledged turn is complete, with at most the turn in flight added, and no partial turn."""
     report = verify(directory)
     assert report.ok, report.findings
     with SqliteStore.open(directory, read_only=True) as store:
@@ -56,7 +56,7 @@ def check_record(directory: Path, newest: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_kill_9_loses_no_acknowledged_turn_and_leaves_no_half(tmp_path: Path, rounds: int) -> None:
+def test_kill_9_loses_no_acknowledged_turn_and_leaves_no_partial_turn(tmp_path: Path, rounds: int) -> None:
     chance = random.Random(rounds)
     newest: dict[str, int] = {}
     for _ in range(rounds):
@@ -74,7 +74,7 @@ def test_kill_9_loses_no_acknowledged_turn_and_leaves_no_half(tmp_path: Path, ro
 
 @pytest.fixture
 def limit_pages() -> Iterator[Callable[[int], None]]:
-    """Limit how many pages beyond its present size a database opened in this test may take."""
+    """Limit the pages beyond its current size that a database opened in this test may use."""
     connections: list[sqlite3.Connection] = []
 
     def note(connection: Any, _: object) -> None:
@@ -108,7 +108,7 @@ def test_a_full_disk_fails_the_call_and_the_store_recovers_with_space(
         assert bits(store.load_session("s").turns) == bits([root, child])
 
 
-def test_a_call_too_large_for_the_disk_leaves_its_neighbours_alone(
+def test_call_too_large_for_the_disk_does_not_affect_other_calls(
     tmp_path: Path, limit_pages: Callable[[int], None]
 ) -> None:
     large = make_turn("s", 0, tokens=5000)
@@ -126,7 +126,7 @@ def test_a_call_too_large_for_the_disk_leaves_its_neighbours_alone(
         assert store.load_session("s").turns == ()
 
 
-def test_a_checkpoint_that_finds_no_room_is_put_off(
+def test_checkpoint_without_disk_space_is_postponed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect = sqlite3.connect

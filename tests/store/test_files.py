@@ -40,7 +40,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def written(target: str) -> list[bytes]:
-    """The contents of the files at an address."""
+    """Return the contents of the files at an address."""
     system, path = fsspec.core.url_to_fs(target)
     return [system.cat_file(name) for name in (system.find(path) if system.exists(path) else [])]
 
@@ -53,7 +53,7 @@ def recorded(store: Store, target: str | None) -> StoredSession:
 
 
 @pytest.mark.sampled(2)
-def test_payloads_in_files_read_as_those_in_the_record_do(places: Places, target: str, tmp_path: Path) -> None:
+def test_payloads_in_files_read_like_those_in_the_record(places: Places, target: str, tmp_path: Path) -> None:
     with places.new().open() as store:
         inside = recorded(store, None)
     place = places.new()
@@ -61,9 +61,9 @@ def test_payloads_in_files_read_as_those_in_the_record_do(places: Places, target
         outside = recorded(store, target)
     assert bits(outside.payloads) == bits(inside.payloads) == bits(PAYLOADS)
     # One byte per expert, or two, and a length per support.
-    assert sorted(map(len, written(target))) == sorted([48, 2 * 30, sum(1 + len(one) for one in SUPPORTS)])
+    assert sorted(map(len, written(target))) == sorted([48, 2 * 30, sum(1 + len(support) for support in SUPPORTS)])
     assert verify(place.location).ok
-    # Who opens the record later need not know the address, and an archive needs no files.
+    # Opening the record later does not need the address, and an archive needs no files.
     with place.open() as store:
         assert bits(store.load_session("s", per_token=True).payloads) == bits(PAYLOADS)
         done = archive_sessions(store, SnapshotClient(store), str(tmp_path / "archive"), idle_seconds=0, delete=True)
@@ -72,7 +72,7 @@ def test_payloads_in_files_read_as_those_in_the_record_do(places: Places, target
     assert verify(tmp_path / "archive").ok
 
 
-def test_a_payload_that_cannot_be_written_leaves_nothing_of_its_turn(
+def test_payload_write_failure_leaves_nothing_of_its_turn(
     store: Store, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.keep_payloads_at(target)
@@ -90,24 +90,22 @@ def test_a_payload_that_cannot_be_written_leaves_nothing_of_its_turn(
     assert bits(store.load_session("s", per_token=True).payloads) == bits(PAYLOADS[1:2])
 
 
-def test_the_files_are_there_before_the_rows(store: Store, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_before_the_rows(store: Store, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store.keep_payloads_at(target)
     there: list[int] = []
     transact = Store.transact
 
-    async def look(self: Store, *given: Any) -> None:
+    async def look(self: Store, *arguments: Any) -> None:
         there.append(len(written(target)))
-        await transact(self, *given)
+        await transact(self, *arguments)
 
     monkeypatch.setattr(Store, "transact", look)
     run(store.write(SessionInfo("s", 1.0), SETUP, *TURNS, *PAYLOADS))
     assert there == [3]
 
 
-@pytest.mark.parametrize(("damage", "said"), [("missing", "is missing"), ("changed", "its hash is different")])
-def test_a_payload_that_is_missing_or_was_changed_is_named(
-    place: Place, tmp_path: Path, damage: str, said: str
-) -> None:
+@pytest.mark.parametrize(("damage", "message"), [("missing", "is missing"), ("changed", "its hash is different")])
+def test_missing_or_changed_payload_is_named(place: Place, tmp_path: Path, damage: str, message: str) -> None:
     target = tmp_path / "payloads"
     with place.open() as store:
         recorded(store, str(target))
@@ -120,13 +118,13 @@ def test_a_payload_that_is_missing_or_was_changed_is_named(
     (finding,) = verify(place.location).findings
     assert finding.session_id == "s"
     assert str(file) in finding.problem
-    assert said in finding.problem
-    with place.open() as store, pytest.raises(StoreCorrupt, match=said):
+    assert message in finding.problem
+    with place.open() as store, pytest.raises(StoreCorrupt, match=message):
         store.load_session("s", per_token=True)
 
 
 @pytest.mark.sampled(2)
-def test_a_deleted_session_leaves_no_file_and_another_keeps_its_own(place: Place, target: str) -> None:
+def test_deleted_session_leaves_no_file_and_others_keep_theirs(place: Place, target: str) -> None:
     with place.open() as store:
         recorded(store, target)
         other = replace(PAYLOADS[0], session_id="t")
@@ -163,9 +161,10 @@ def test_only_files_of_the_session_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("location", "said"), [("sftp://me:secret@host/run", "has a password"), ("nosuch://bucket/run", "can't be reached")]
+    ("location", "message"),
+    [("sftp://me:secret@host/run", "has a password"), ("nosuch://bucket/run", "can't be reached")],
 )
-def test_an_address_that_cannot_be_used_is_refused(store: Store, location: str, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said) as refused:
+def test_an_address_that_cannot_be_used_is_refused(store: Store, location: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
         store.keep_payloads_at(location)
     assert "secret" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Tampering with a record is found against an exported head, also by someone who computes every digest anew."""
+"""Tampering with a record is detected with an exported head, even if every digest is recomputed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def directory(intact: Path, tmp_path: Path) -> Path:
 
 
 def execute(directory: Path, *statements: str) -> None:
-    """Run SQL and skip what would stop it: the database's own references."""
+    """Run SQL with the database's foreign keys disabled."""
     with closing(sqlite3.connect(directory / "tokentape.db", isolation_level=None)) as connection:
         connection.create_function("crc32", 1, zlib.crc32)
         connection.create_function("flipped", 1, lambda data: bytes([*data[:-1], data[-1] ^ 1]))
@@ -90,7 +90,7 @@ def execute(directory: Path, *statements: str) -> None:
 
 
 def compute_digests_anew(directory: Path) -> None:
-    """Do what a tamperer with this source code does: make checksums, setups and hash chains fit the contents."""
+    """Recompute checksums, setups and hash chains, as an attacker with this source code does."""
     execute(directory, *(f"UPDATE {table} SET crc32 = crc32(data)" for table in ("token_columns", "token_payloads")))
     engine = create_engine(f"sqlite:///{directory / 'tokentape.db'}")
     with engine.begin() as connection:
@@ -114,7 +114,7 @@ def compute_digests_anew(directory: Path) -> None:
 
 
 def findings(directory: Path, **options: bool) -> list[str]:
-    return [str(one) for one in verify(directory, against=directory / "head.json", **options).findings]
+    return [str(finding) for finding in verify(directory, against=directory / "head.json", **options).findings]
 
 
 TURN_2 = "WHERE session_id = 'a' AND seq = 2"
@@ -335,43 +335,41 @@ TAMPERINGS = TRIAL | MORE
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", TAMPERINGS)
-def test_tampering_is_named_against_the_head_though_all_digests_fit(directory: Path, name: str) -> None:
+def test_tampering_with_valid_digests_is_detected_with_the_head(directory: Path, name: str) -> None:
     statements, expected = TAMPERINGS[name]
     execute(directory, *([statements] if isinstance(statements, str) else statements))
     compute_digests_anew(directory)
     if name == "a branch deleted":
         execute(directory, "DELETE FROM rewards WHERE turn = 4")
     assert verify(directory).findings == (), "the record alone shows nothing"
-    assert any(expected in one for one in findings(directory)), findings(directory)
+    assert any(expected in finding for finding in findings(directory)), findings(directory)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TRIAL)
-def test_tampering_of_the_trial_is_found_without_new_digests_too(directory: Path, name: str) -> None:
+def test_tampering_without_new_digests_is_also_detected(directory: Path, name: str) -> None:
     statements, _ = TRIAL[name]
     execute(directory, *([statements] if isinstance(statements, str) else statements))
     assert findings(directory)
 
 
 @pytest.mark.parametrize("tables", [("media",), ("turn_media",), ("media", "turn_media")])
-def test_a_deleted_image_is_found(directory: Path, tables: tuple[str, ...]) -> None:
+def test_deleted_image_is_detected(directory: Path, tables: tuple[str, ...]) -> None:
     execute(directory, *(f"DELETE FROM {table} WHERE sha256 = '{IMAGE.sha256}'" for table in tables))
     assert f"session b turn 0: media {IMAGE.sha256} {DELETED}" in findings(directory)
 
 
 ALLOWED = "token_columns SET created_at"
-"""A column that says it is newer than its head is what a client's new values look like."""
+"""A column newer than its head looks like a client's new values."""
 
 
 @pytest.mark.parametrize("every_row", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_change_of_any_field_and_the_loss_of_any_row_is_found(
-    directory: Path, tmp_path: Path, every_row: bool
-) -> None:
+def test_change_of_any_field_and_loss_of_any_row_are_detected(directory: Path, tmp_path: Path, every_row: bool) -> None:
     tables = "sessions", "setups", "turns", "rewards", "token_columns", "token_payloads", "events", "answers"
     with closing(sqlite3.connect(directory / "tokentape.db")) as connection:
         changes = []
         for table in (*tables, "media", "turn_media"):
-            columns = [one[1] for one in connection.execute(f"PRAGMA table_info({table})")]
+            columns = [column[1] for column in connection.execute(f"PRAGMA table_info({table})")]
             rowids = [rowid for (rowid,) in connection.execute(f"SELECT rowid FROM {table} ORDER BY rowid")]
             for rowid in rowids if every_row else rowids[-1:]:
                 changes.append(f"DELETE FROM {table} WHERE rowid = {rowid}")
@@ -382,8 +380,12 @@ def test_a_change_of_any_field_and_the_loss_of_any_row_is_found(
                         changes.append(f"UPDATE {table} SET {name} = {changed} WHERE rowid = {rowid}")
     made = len(changes)
     if not every_row:
-        # Each third one, and the one that is allowed.
-        changes = [one for at, one in enumerate(changes) if at % 3 == 0 or one.startswith(f"UPDATE {ALLOWED}")]
+        # Every third statement, and the allowed one.
+        changes = [
+            statement
+            for at, statement in enumerate(changes)
+            if at % 3 == 0 or statement.startswith(f"UPDATE {ALLOWED}")
+        ]
     head, missed = read_head(directory / "head.json"), []
     for change in changes:
         shutil.copy(directory / "tokentape.db", tmp_path)
@@ -395,11 +397,11 @@ def test_a_change_of_any_field_and_the_loss_of_any_row_is_found(
             missed.append(change)
             assert not verify(tmp_path, against=head, nothing_added=True).ok
     assert made > (150 if every_row else 80)
-    assert [one.split(" = ")[0] for one in missed] == [f"UPDATE {ALLOWED}"]
+    assert [statement.split(" = ")[0] for statement in missed] == [f"UPDATE {ALLOWED}"]
 
 
 def more(store: Store, snapshots: bool) -> None:
-    """Go on recording: all that a healthy record gets after a head."""
+    """Continue recording: every addition of a healthy record after a head."""
     turns = make_chain("a", 4)
     if snapshots:
         run(Snapshots(store).take(Selection(session_ids=("a",)), "", None))
@@ -414,9 +416,7 @@ def more(store: Store, snapshots: bool) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_a_record_that_grew_since_the_head_passes_and_what_is_new_is_counted(
-    place: Place, tmp_path: Path, snapshots: bool
-) -> None:
+def test_grown_record_passes_and_additions_are_counted(place: Place, tmp_path: Path, snapshots: bool) -> None:
     with place.open() as store:
         fill(store)
         digest = verify(place.location, head_out=tmp_path / "head.json").head
@@ -428,22 +428,22 @@ def test_a_record_that_grew_since_the_head_passes_and_what_is_new_is_counted(
     assert report.findings == ()
     expected = {"sessions": 2, "turns": 1, "rewards": 3, "events": 1, "columns": 2}
     assert report.added == {**expected, "payloads": 1, "answers": 1}
-    found = {str(one) for one in verify(place.location, against=head, nothing_added=True).findings}
-    assert len(found) == 9
-    assert "session d: the session was added since the head" in found
-    assert "session b: rewards were added since the head: 1" in found
+    problems = {str(finding) for finding in verify(place.location, against=head, nothing_added=True).findings}
+    assert len(problems) == 9
+    assert "session d: the session was added since the head" in problems
+    assert "session b: rewards were added since the head: 1" in problems
     assert verify(place.location, head_out=tmp_path / "newer.json").ok
     assert verify(place.location, against=read_head(tmp_path / "newer.json"), nothing_added=True).ok
 
 
-def test_the_digest_of_a_record_is_the_same_everywhere_and_stays_as_it_is(place: Place, tmp_path: Path) -> None:
+def test_digest_of_a_record_is_stable(place: Place, tmp_path: Path) -> None:
     with place.open() as store:
         fill(store)
     report = verify(place.location, head_out=tmp_path / "head.json")
     assert report.head == "702afc6a717b4440472131158d10c56aaf949c70fedf9a481740d1b55403822b"
 
 
-def test_values_of_a_column_that_were_put_back_to_older_ones_are_found(tmp_path: Path) -> None:
+def test_column_values_reset_to_older_ones_are_detected(tmp_path: Path) -> None:
     record = tmp_path / "data"
     with open_record(record) as store:
         fill(store)
@@ -453,7 +453,7 @@ def test_values_of_a_column_that_were_put_back_to_older_ones_are_found(tmp_path:
     assert findings(record) == [f"session a turn 2: column advantages @10.0 {DELETED}"]
 
 
-def test_an_archive_is_compared_with_the_record_s_head_and_with_its_own(tmp_path: Path) -> None:
+def test_archive_is_compared_with_the_record_s_head_and_its_head(tmp_path: Path) -> None:
     record, archive = tmp_path / "data", str(tmp_path / "archive")
     with open_record(record) as store:
         fill(store)
@@ -466,7 +466,7 @@ def test_an_archive_is_compared_with_the_record_s_head_and_with_its_own(tmp_path
 
 
 HEAD_BEFORE = "5b1914fa0d5654a52e9a6247a511605153fca2abf1130ef1aaac9716673a4c3d"
-"""What an earlier version computed of the kept record."""
+"""The digest of the kept record by an earlier version."""
 
 
 def test_an_old_record_has_the_same_head_after_its_migration(tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_a_record_with_findings_gets_no_head(directory: Path) -> None:
     assert not (directory / "new.json").exists()
 
 
-def test_of_changed_turns_the_first_is_told_from_those_after_it(directory: Path) -> None:
+def test_first_changed_turn_is_distinguished_from_later_ones(directory: Path) -> None:
     execute(directory, f"UPDATE turns SET engine = 'other' {TURN_2}")
     compute_digests_anew(directory)
     assert findings(directory) == [
@@ -507,7 +507,7 @@ def test_of_changed_turns_the_first_is_told_from_those_after_it(directory: Path)
         lambda text: "{}",
     ],
 )
-def test_a_head_that_was_changed_is_refused(directory: Path, change: Callable[[str], str]) -> None:
+def test_changed_head_is_refused(directory: Path, change: Callable[[str], str]) -> None:
     path = directory / "head.json"
     path.write_text(change(path.read_text()))
     with pytest.raises(InvalidRequest, match=r"head\.json"):
@@ -516,7 +516,7 @@ def test_a_head_that_was_changed_is_refused(directory: Path, change: Callable[[s
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
-    """A private key and its public key, as `openssl genpkey` writes them."""
+    """Write a private key and its public key, as `openssl genpkey` does."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -528,7 +528,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
     return private, public
 
 
-def test_a_signed_head_is_known_by_its_key(directory: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_signed_head_is_verified_with_its_key(directory: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     private, public = keys
     signed = tmp_path / "signed.json"
     verify(directory, head_out=signed, sign=private)
@@ -547,8 +547,8 @@ def test_a_head_of_a_changed_record_does_not_have_the_signature(
     with pytest.raises(InvalidRequest, match="is not signed"):
         read_head(forged, public)
     stolen = {**json.loads(forged.read_text()), "signature": json.loads(signed.read_text())["signature"]}
-    for one in (stolen, {**stolen, "created_at": json.loads(signed.read_text())["created_at"]}):
-        forged.write_text(json.dumps(one))
+    for contents in (stolen, {**stolen, "created_at": json.loads(signed.read_text())["created_at"]}):
+        forged.write_text(json.dumps(contents))
         assert verify(directory, against=read_head(forged)).ok, "unsigned, it proves nothing"
         with pytest.raises(InvalidRequest, match="was not signed with the key"):
             read_head(forged, public)

@@ -1,8 +1,8 @@
-"""A record that an earlier version wrote says what it said: opened, verified, exported and read by clients.
+"""A record of an earlier version keeps its values: opened, verified, exported and read by clients.
 
-`golden/record-d0a8210.db.gz` was written by commit d0a8210, and `golden/record-d0a8210.json.gz` is what that commit
-read from it; `kept/make.py` says how both were made. They stay as they are: versions to come migrate the one and agree
-with the other, bit for bit.
+`golden/record-d0a8210.db.gz` was written by commit d0a8210, and `golden/record-d0a8210.json.gz` has the values that
+this commit read from it; `kept/make.py` explains how both were made. They stay unchanged: later versions migrate the
+database and agree with the JSON, bit for bit.
 """
 
 from __future__ import annotations
@@ -49,17 +49,19 @@ def written() -> bytes:
 
 @cache
 def expected() -> dict[str, Any]:
-    """What that commit read; since then it is said that it does not tell what its logprobs are of."""
-    found: dict[str, Any] = json.loads(gzip.decompress((GOLDEN / f"{NAME}.json.gz").read_bytes()))
-    paths = [one for parts in found["sessions"].values() for one in parts["trajectories"]] + found["samples"]
-    for one in paths:
-        one["verdict"] += ", logprobs not known"
-    return found
+    """Return the values that commit read. Later versions add to verdicts that the logprobs' distribution is unknown."""
+    record: dict[str, Any] = json.loads(gzip.decompress((GOLDEN / f"{NAME}.json.gz").read_bytes()))
+    paths = [trajectory for parts in record["sessions"].values() for trajectory in parts["trajectories"]] + record[
+        "samples"
+    ]
+    for path in paths:
+        path["verdict"] += ", logprobs not known"
+    return record
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A copy of the record."""
+    """Return a copy of the record."""
     directory = tmp_path / "data"
     directory.mkdir()
     (directory / "tokentape.db").write_bytes(written())
@@ -68,41 +70,41 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(directory: Path) -> Path:
-    """A copy that this version has opened to write, and so made its own."""
+    """Return a copy that this version has opened to write, and so migrated."""
     SqliteStore.open(directory).close()
     return directory
 
 
 def in_order(trajectories: list[Trajectory]) -> dict[str, list[Trajectory]]:
-    found: dict[str, list[Trajectory]] = {}
-    for one in trajectories:
-        found.setdefault(one.session_id, []).append(one)
-    return found
+    by_session: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_session.setdefault(trajectory.session_id, []).append(trajectory)
+    return by_session
 
 
 def expected_trajectories() -> dict[str, list[Any]]:
     return {session_id: parts["trajectories"] for session_id, parts in expected()["sessions"].items()}
 
 
-def test_nothing_is_found_wrong_with_it(opened: Path) -> None:
+def test_kept_record_has_no_findings(opened: Path) -> None:
     report = verify(opened)
     assert differences(expected()["verified"], report) == []
     assert (report.sessions, report.turns, report.findings) == (21, 64, ())
 
 
-def test_every_part_of_every_session_is_what_it_was(opened: Path) -> None:
-    found = contents(opened)
+def test_every_part_of_every_session_is_unchanged(opened: Path) -> None:
+    actual = contents(opened)
     for part in ("sessions", "listed", "snapshots", "samples"):
-        assert differences(expected()[part], found[part], part) == []
+        assert differences(expected()[part], actual[part], part) == []
 
 
-def test_it_reads_the_same_without_being_opened_to_write(directory: Path) -> None:
+def test_kept_record_reads_the_same_opened_read_only(directory: Path) -> None:
     assert differences(expected()["sessions"], contents(directory)["sessions"]) == []
     assert verify(directory).ok
     assert (directory / "tokentape.db").read_bytes() == written()
 
 
-def test_a_later_schema_reads_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_schema_reads_the_same_values(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def add_note(connection: Connection) -> None:
         connection.execute(text("ALTER TABLE turns ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
 
@@ -117,17 +119,19 @@ def test_a_later_schema_reads_the_same(directory: Path, monkeypatch: pytest.Monk
 def test_exports_have_the_same_arrays(opened: Path, tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
     done = CliRunner().invoke(app, ["export", str(opened), "-o", str(tmp_path / name)])
     assert done.exit_code == 0, done.output
-    found = list(read(tmp_path / name))
-    assert differences(expected_trajectories(), in_order(found)) == []
-    assert differences(expected()["samples"], samples({"all": {"trajectories": found}})) == []
+    read_back = list(read(tmp_path / name))
+    assert differences(expected_trajectories(), in_order(read_back)) == []
+    assert differences(expected()["samples"], samples({"all": {"trajectories": read_back}})) == []
 
 
 def test_clients_get_the_same_arrays(opened: Path, renderer: Renderer, tmp_path: Path) -> None:
     turns = Turns(ScriptedEngine(renderer, []), renderer, SqliteStore.open(opened))
     with running(create_app(turns, model_id="tiny")) as url, Client(url) as client:
-        found = {one.session_id: client.session(one.session_id).trajectories() for one in client.sessions()}
-        assert differences(expected_trajectories(), found) == []
-        # What was frozen is told as it was then; snapshot 1 is released.
+        by_session = {
+            session.session_id: client.session(session.session_id).trajectories() for session in client.sessions()
+        }
+        assert differences(expected_trajectories(), by_session) == []
+        # Frozen contents are returned unchanged; snapshot 1 is released.
         for snapshot in expected()["snapshots"][1:]:
             path = tmp_path / f"{snapshot['snapshot_id']}.jsonl"
             assert client.snapshot(snapshot["snapshot_id"]).save(path) == snapshot["digest"]
@@ -136,7 +140,7 @@ def test_clients_get_the_same_arrays(opened: Path, renderer: Renderer, tmp_path:
             assert differences(of_these, frozen) == []
 
 
-def test_the_arrays_expected_are_the_bytes_in_the_database(directory: Path) -> None:
+def test_expected_arrays_equal_the_bytes_in_the_database(directory: Path) -> None:
     connection = sqlite3.connect(directory / "tokentape.db")
     checked = 0
     for session_id, parts in expected()["sessions"].items():
@@ -152,33 +156,42 @@ def test_the_arrays_expected_are_the_bytes_in_the_database(directory: Path) -> N
     assert checked == 3 * 64
 
 
-def test_it_has_all_that_a_record_may_have() -> None:
+def test_kept_record_has_every_kind_of_content() -> None:
     sessions = expected()["sessions"].values()
     turns = [turn for parts in sessions for turn in parts["turns"]]
-    trajectories = [one for parts in sessions for one in parts["trajectories"]]
+    trajectories = [trajectory for parts in sessions for trajectory in parts["trajectories"]]
     assert {turn["fork"] for turn in turns} == FORKS | {None}
     assert {turn["finish_reason"] for turn in turns} == {"stop", "length", "abort"}
     assert {turn["abort_cause"] for turn in turns} == {None, "client_left", "engine_unavailable", "paused"}
-    assert {one["verdict"].split(", ")[0].split(":")[0] for one in trajectories} == {
+    assert {trajectory["verdict"].split(", ")[0].split(":")[0] for trajectory in trajectories} == {
         "exact",
         "forked",
         "closed",
         "captured",
         "captured with drift",
     }
-    assert {code for one in trajectories for code in one["provenance"]["values"]} == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert {code for trajectory in trajectories for code in trajectory["provenance"]["values"]} == {
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    }
     assert {snapshot["state"] for snapshot in expected()["snapshots"]} == {"released", "held"}
     assert {parts["info"]["owner"] for parts in sessions} == {"team", "other", "root"}
     assert {len(turn["reply"].get("tool_calls", ())) for turn in turns} == {0, 1, 2}
     for part in ("rewards", "columns", "payloads", "media", "answers"):
         assert any(parts[part] for parts in sessions)
-    # Two are gone: one was deleted, one was dropped after its snapshot was confirmed.
-    assert {10, 11}.isdisjoint(one["position"] for one in expected()["listed"])
+    # Two are missing: one was deleted, one was dropped after its snapshot was confirmed.
+    assert {10, 11}.isdisjoint(session["position"] for session in expected()["listed"])
     assert any(turn["weight_changes"] for turn in turns)
     assert len({setup["fingerprint"] for parts in sessions for setup in parts["setups"].values()}) == 3
 
 
-def test_most_replies_are_split_as_no_tokenizer_splits_them(renderer: Renderer) -> None:
+def test_most_replies_are_split_unlike_any_tokenizer(renderer: Renderer) -> None:
     tokenizer = renderer.tokenizer
     replies = [turn["completion_ids"]["values"] for turn in expected()["sessions"]["tools"]["turns"]]
     again = [tokenizer.encode_plain(tokenizer.decode(ids)) for ids in replies]
@@ -200,7 +213,7 @@ FLIPS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("table", "column"), FLIPS)
-def test_a_flipped_byte_in_the_record_is_found(opened: Path, table: str, column: str) -> None:
+def test_flipped_byte_in_the_record_is_detected(opened: Path, table: str, column: str) -> None:
     connection = sqlite3.connect(opened / "tokentape.db")
     rowid, blob = connection.execute(f"SELECT rowid, {column} FROM {table} ORDER BY rowid DESC LIMIT 1").fetchone()
     flipped = bytes([*blob[:-1], blob[-1] ^ 1])
@@ -209,10 +222,10 @@ def test_a_flipped_byte_in_the_record_is_found(opened: Path, table: str, column:
     connection.close()
     assert not verify(opened).ok
     try:
-        found = contents(opened)["sessions"]
+        sessions = contents(opened)["sessions"]
     except StoreCorrupt:
         return
-    assert differences(expected()["sessions"], found)
+    assert differences(expected()["sessions"], sessions)
 
 
 @pytest.mark.sampled(1)
@@ -227,7 +240,7 @@ def test_a_flipped_byte_in_the_record_is_found(opened: Path, table: str, column:
         "DELETE FROM turns WHERE session_id = 'forks' AND seq = 7",
     ],
 )
-def test_a_change_that_no_digest_covers_is_found(opened: Path, change: str) -> None:
+def test_change_outside_the_digests_is_detected(opened: Path, change: str) -> None:
     connection = sqlite3.connect(opened / "tokentape.db")
     assert connection.execute(change).rowcount > 0
     connection.commit()
@@ -250,13 +263,13 @@ def set_dtype(array: Any) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [set_value, set_digest, set_dtype])
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "provenance", "completion_ends", "turn_rewards"])
-def test_a_change_to_what_is_expected_is_found(opened: Path, name: str, change: Callable[[Any], None]) -> None:
+def test_change_of_an_expected_value_is_detected(opened: Path, name: str, change: Callable[[Any], None]) -> None:
     wrong = copy.deepcopy(expected()["sessions"]["rewarded"])
     array = wrong["trajectories"][0][name]
     change(array)
-    found = contents(opened)["sessions"]["rewarded"]
-    assert len(differences(wrong, found)) == 1
-    assert differences(expected()["sessions"]["rewarded"], found) == []
+    session = contents(opened)["sessions"]["rewarded"]
+    assert len(differences(wrong, session)) == 1
+    assert differences(expected()["sessions"]["rewarded"], session) == []
 
 
 def test_a_zero_with_another_sign_and_a_missing_field_are_differences() -> None:

@@ -1,4 +1,4 @@
-"""Values of metadata are found however they are spelled."""
+"""Metadata filters match values in any spelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokentape.store._listing import metadata_spellings
 
 
 @pytest.mark.parametrize(
-    ("value", "asked", "found"),
+    ("value", "asked", "matches"),
     [
         ("É", "é", True),
         ("Éclair", "éclair", True),
@@ -22,6 +22,6 @@ from tokentape.store._listing import metadata_spellings
         ("NaN", "NaN", True),
     ],
 )
-def test_a_value_is_found_by_another_case_and_order(value: Any, asked: str, found: bool) -> None:
+def test_value_matches_in_another_case_and_order(value: Any, asked: str, matches: bool) -> None:
     kept = canonical_json({"k": value}).casefold()
-    assert any(one.casefold() in kept for one in metadata_spellings("k", asked)) is found
+    assert any(spelling.casefold() in kept for spelling in metadata_spellings("k", asked)) is matches

@@ -22,13 +22,13 @@ def test_passwords_are_not_shown(location: str, expected: str) -> None:
     assert shown(location) == expected
 
 
-def test_an_archive_that_is_written_to_is_refused_without_its_password() -> None:
+def test_error_for_writing_to_an_archive_hides_its_password() -> None:
     with pytest.raises(InvalidRequest, match="is read-only") as caught:
         open_record("sftp://me:secret@host/runs")
     assert "secret" not in str(caught.value)
 
 
-def test_urls_and_directories_are_records_and_all_else_is_a_file(tmp_path: Path) -> None:
+def test_urls_and_directories_are_records_and_other_paths_are_files(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").touch()
     (tmp_path / "folder.parquet").mkdir()
     assert is_record("postgresql://me@db/runs")

@@ -1,4 +1,4 @@
-"""What is PostgreSQL's own: several writers at once, connections that are lost, servers that are not to be trusted."""
+"""Tests specific to PostgreSQL: several concurrent writers, lost connections, untrusted servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokentape.types import Reward, SessionInfo
 
 run = asyncio.run
 OURS = f"tokentape-test-{os.getpid()}"
-"""What our connections are called, on a server that others may use too."""
+"""Names of our connections, on a server that others may use."""
 TURNS = make_chain("s", 3)
 
 
@@ -45,7 +45,7 @@ def store(url: str) -> Iterator[PostgresStore]:
 
 
 def disconnect(server: Server) -> None:
-    """End every connection of ours, as a server does that is restarted."""
+    """End all our connections, as a restarting server does."""
     server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '{OURS}'")
 
 
@@ -55,29 +55,29 @@ def disconnect(server: Server) -> None:
 def test_two_resumes_at_the_same_time_keep_the_versions_of_both_adapters(store: PostgresStore, url: str) -> None:
     run(store.transact(partial(change_gate, closed=False, weight_version="step-1")))
     server = create_engine(_url(url), poolclass=NullPool)
-    with server.connect() as one, server.connect() as two:
-        # Neither sees what the other has not committed.
-        change_gate(one, closed=False, weight_version="7", adapter="a")
-        change_gate(two, closed=False, weight_version="9", adapter="b")
-        two.commit()
-        one.commit()
+    with server.connect() as first, server.connect() as second:
+        # Neither sees uncommitted changes of the other.
+        change_gate(first, closed=False, weight_version="7", adapter="a")
+        change_gate(second, closed=False, weight_version="9", adapter="b")
+        second.commit()
+        first.commit()
     with store.reading_once() as connection:
         state = gate_state(connection)
     assert (state.weight_version, state.adapter_versions) == ("step-1", {"a": "7", "b": "9"})
 
 
-def test_of_two_writers_of_one_turn_one_succeeds(store: PostgresStore, url: str) -> None:
+def test_only_one_of_two_writers_of_a_turn_succeeds(store: PostgresStore, url: str) -> None:
     run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
     other = make_turn("s", 1, TURNS[0], engine="another")
     with PostgresStore.open(url) as second, ThreadPoolExecutor(2) as pool:
         outcomes = [pool.submit(run, store.write(TURNS[1])), pool.submit(run, second.write(other))]
-        failed = [one.exception() for one in outcomes]
-    assert sorted(type(one) for one in failed if one is not None) == [Conflict]
+        failed = [outcome.exception() for outcome in outcomes]
+    assert sorted(type(error) for error in failed if error is not None) == [Conflict]
     recorded = store.load_session("s").turns
     assert bits(recorded[1]) == bits(TURNS[1] if failed[0] is None else other)
 
 
-def test_a_new_database_that_two_open_at_once_is_made_once(url: str) -> None:
+def test_new_database_opened_twice_at_once_is_created_once(url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         for opened in pool.map(lambda _: PostgresStore.open(url), range(4)):
             opened.close()
@@ -85,8 +85,8 @@ def test_a_new_database_that_two_open_at_once_is_made_once(url: str) -> None:
         assert store.sessions() == []
 
 
-def test_positions_grow_in_the_order_in_which_readers_see_them(store: PostgresStore, url: str) -> None:
-    """Or else whoever lists from where the last page ended misses a session."""
+def test_positions_grow_in_the_order_of_visibility(store: PostgresStore, url: str) -> None:
+    """Otherwise a listing that continues from the last page misses a session."""
     done = threading.Event()
 
     def write(name: str, to: PostgresStore) -> None:
@@ -101,7 +101,7 @@ def test_positions_grow_in_the_order_in_which_readers_see_them(store: PostgresSt
             while True:
                 last = done.is_set()
                 page = store.sessions(limit=7, after=after)
-                seen.extend(one.info.session_id for one in page)
+                seen.extend(session.info.session_id for session in page)
                 if page:
                     after = page[-1].position
                 elif last:
@@ -109,8 +109,8 @@ def test_positions_grow_in_the_order_in_which_readers_see_them(store: PostgresSt
 
         following = pool.submit(follow)
         writing = [pool.submit(write, "a", store), pool.submit(write, "b", second)]
-        for one in writing:
-            one.result()
+        for future in writing:
+            future.result()
         done.set()
         following.result()
     assert sorted(seen) == sorted(f"{name}{number}" for name in "ab" for number in range(40))
@@ -119,7 +119,7 @@ def test_positions_grow_in_the_order_in_which_readers_see_them(store: PostgresSt
 # Connections
 
 
-def test_a_connection_that_was_cut_is_made_again_and_nothing_is_said(store: PostgresStore, postgres: Server) -> None:
+def test_cut_connection_is_reopened_silently(store: PostgresStore, postgres: Server) -> None:
     run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
     disconnect(postgres)
     assert store.session_state("s", 0) is not None
@@ -134,13 +134,13 @@ def test_a_connection_that_was_cut_is_made_again_and_nothing_is_said(store: Post
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_what_was_being_committed_when_the_connection_was_lost_is_recorded_once(
+def test_commit_during_a_lost_connection_is_recorded_once(
     store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
     commit, lost = PGDialect_psycopg.do_commit, []
 
-    def lose_one(self: Any, connection: Any) -> None:
+    def lose_first(self: Any, connection: Any) -> None:
         if lost:
             commit(self, connection)
             return
@@ -150,7 +150,7 @@ def test_what_was_being_committed_when_the_connection_was_lost_is_recorded_once(
         connection.dbapi_connection.close()
         raise psycopg.OperationalError("the connection is lost")
 
-    monkeypatch.setattr(PGDialect_psycopg, "do_commit", lose_one)
+    monkeypatch.setattr(PGDialect_psycopg, "do_commit", lose_first)
     run(store.write(TURNS[1], Reward("s", 1, 1.0, 2.0)))
     assert lost
     stored = store.load_session("s")
@@ -159,7 +159,7 @@ def test_what_was_being_committed_when_the_connection_was_lost_is_recorded_once(
     assert verify(url).ok
 
 
-def test_a_server_that_is_gone_can_be_asked_again_later() -> None:
+def test_unreachable_server_can_be_retried_later() -> None:
     with pytest.raises(StoreUnavailable) as raised:
         PostgresStore.open("postgresql://someone:secret@127.0.0.1:9/runs")
     assert raised.value.retry
@@ -215,7 +215,7 @@ def _add_note(connection: Any) -> None:
     connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(
+def test_failed_migration_leaves_the_database_unchanged(
     store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(connection: Any) -> None:
@@ -229,7 +229,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(
 
 
 @pytest.mark.slow
-def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_opens_next(
+def test_killed_migration_is_rolled_back_and_repeated_by_the_next_open(
     store: PostgresStore, postgres: Server, url: str
 ) -> None:
     run(store.write(SessionInfo("s", 1.0), SETUP, *make_chain("s", 3, **FROM_BEFORE)))
@@ -248,14 +248,14 @@ def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_o
     assert verify(url).findings == ()
 
 
-def test_somebody_elses_tables_are_refused_and_left_alone(postgres: Server, url: str) -> None:
+def test_foreign_tables_are_refused_and_left_alone(postgres: Server, url: str) -> None:
     schema = str(make_url(url).query["options"]).partition("=")[2]
     postgres.execute(f"CREATE TABLE {schema}.theirs (x int)")
     with pytest.raises(StoreCorrupt, match="no Tokentape tables"):
         PostgresStore.open(url)
 
 
-def test_what_is_a_url_of_a_database() -> None:
+def test_database_urls_are_recognized() -> None:
     assert is_url("postgresql://host/runs")
     assert is_url("postgres+psycopg://host/runs")
     assert not is_url("runs/postgresql")
@@ -279,6 +279,6 @@ def test_verify_finds_another_schema(url: str) -> None:
             "CREATE VIEW gateways AS SELECT * FROM old",
         ):
             connection.execute(change)
-    found = "\n".join(map(str, verify(url).findings))
+    problems = "\n".join(map(str, verify(url).findings))
     for problem in ("trigger t", "rule r", "index token_columns_of_turn is missing", "table gateways is missing"):
-        assert problem in found
+        assert problem in problems

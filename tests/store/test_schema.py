@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A data directory of the current version with one session."""
+    """Return a data directory of the current version with a session."""
     with SqliteStore.open(tmp_path) as store:
         asyncio.run(store.write(SETUP, SessionInfo("s", 1.0), *TURNS))
     return tmp_path
@@ -74,7 +74,7 @@ def test_an_older_database_is_migrated_step_by_step_with_its_records(
     assert execute(directory, "SELECT note FROM sessions") == [("from s",)]
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_migration_leaves_the_database_unchanged(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_migrations(monkeypatch, add_note, fail)
     with pytest.raises(StoreError, match="this migration fails"):
         SqliteStore.open(directory)
@@ -85,14 +85,14 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(directory: Path, m
 
 
 @pytest.mark.parametrize("written", range(schema.OLDEST, NOW))
-def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: int, tmp_path: Path) -> None:
+def test_database_of_every_earlier_version_migrates_and_verifies(written: int, tmp_path: Path) -> None:
     shutil.copy(GOLDEN / f"schema-{written}.db", tmp_path / "tokentape.db")
     with SqliteStore.open(tmp_path) as store:
         plain, forked = store.load_session("plain"), store.load_session("forked")
         asyncio.run(store.write(make_turn("plain", 3, plain.turns[2])))
     assert bits(plain.turns) == bits(make_chain("plain", 3, **FROM_BEFORE))
     assert (plain.info.metadata, plain.info.owner, len(plain.rewards)) == ({"task": 7}, "", 2)
-    # What a turn's reward was then: that of the trajectory which ended there.
+    # A turn's reward was then that of the trajectory that ended there.
     assert [(reward.turn, reward.leaf, reward.value) for reward in plain.rewards] == [
         (None, None, 0.5),
         (None, 1, -1.0),
@@ -101,7 +101,7 @@ def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: i
     assert verify(tmp_path).findings == ()
 
 
-def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_opens_next(tmp_path: Path) -> None:
+def test_killed_migration_is_rolled_back_and_repeated_by_the_next_open(tmp_path: Path) -> None:
     shutil.copy(GOLDEN / "schema-3.db", tmp_path / "tokentape.db")
     check_kills(str(tmp_path))
     with SqliteStore.open(tmp_path) as store:
@@ -138,21 +138,21 @@ def test_a_database_of_a_development_version_is_refused_and_left_alone(directory
     assert version(directory) == "2"
 
 
-def test_an_older_database_that_is_only_read_stays_as_it_is(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_database_opened_read_only_is_unchanged(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_migrations(monkeypatch, add_note)
     with SqliteStore.open(directory, read_only=True) as store, store.reading() as connection:
-        assert "note" in {one["name"] for one in inspect(connection).get_columns("sessions")}
+        assert "note" in {column["name"] for column in inspect(connection).get_columns("sessions")}
     assert version(directory) == str(NOW)
 
 
 @pytest.mark.parametrize("value", ["", "0", "one", "²"])
-def test_a_version_that_is_no_number_is_damage(directory: Path, value: str) -> None:
+def test_version_that_is_not_a_number_is_damage(directory: Path, value: str) -> None:
     execute(directory, f"UPDATE meta SET value = '{value}'")
     with pytest.raises(StoreCorrupt):
         SqliteStore.open(directory)
 
 
-def test_somebody_elses_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_foreign_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     execute(tmp_path, "CREATE TABLE theirs (x)")
     with pytest.raises(StoreCorrupt, match="no Tokentape tables"):
         SqliteStore.open(tmp_path)

@@ -48,20 +48,20 @@ def session(session_id: str) -> SessionInfo:
     return SessionInfo(session_id, 1.0)
 
 
-def test_payloads_take_the_room_of_their_own_turn_only(store: SqliteStore, tmp_path: Path) -> None:
+def test_payloads_use_only_the_space_of_their_turn(store: SqliteStore, tmp_path: Path) -> None:
     turns = make_chain("s", 40, tokens=50)
     write(store, session("s"), SETUP, *turns)
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 128, (100, 32, 8), np.int32) for _ in turns]
     write(store, *(TurnPayload("s", turn.seq, "experts", 0, own) for turn, own in zip(turns, rows, strict=True)))
-    (one,) = store.load_session("s", per_token=True).trajectories()
-    np.testing.assert_array_equal(one.payloads["experts"].rows, np.concatenate(rows))
+    (trajectory,) = store.load_session("s", per_token=True).trajectories()
+    np.testing.assert_array_equal(trajectory.payloads["experts"].rows, np.concatenate(rows))
     store.close()
     assert (tmp_path / "tokentape.db").stat().st_size < 1.3 * sum(own.size for own in rows)
 
 
-def test_a_row_takes_little_more_room_than_its_bytes(store: SqliteStore, tmp_path: Path) -> None:
-    # Of all lengths, for what is left over of a page depends on it.
+def test_row_uses_little_more_space_than_its_bytes(store: SqliteStore, tmp_path: Path) -> None:
+    # Various lengths, because they change the rest of a page.
     sizes = range(100, 500)
     text = np.random.default_rng(0).integers(ord("!"), ord("~"), (len(sizes), 1000), np.uint8)
     turns: list[Turn] = []
@@ -77,17 +77,17 @@ def test_a_row_takes_little_more_room_than_its_bytes(store: SqliteStore, tmp_pat
     assert (tmp_path / "tokentape.db").stat().st_size < 1.1 * payload
 
 
-def test_the_log_stays_small_however_much_is_written(store: SqliteStore, tmp_path: Path) -> None:
+def test_log_stays_small_for_any_amount_of_writes(store: SqliteStore, tmp_path: Path) -> None:
     write(store, session("s"), SETUP)
     turns = make_chain("s", 300, tokens=2000)
     for turn in turns:
         write(store, turn)
-    # The commit that reaches it is still written whole, and it is an estimate.
+    # The commit that reaches the limit is still written, and the limit is an estimate.
     assert CHECKPOINT_BYTES < (tmp_path / "tokentape.db-wal").stat().st_size < 1.5 * CHECKPOINT_BYTES
     assert (tmp_path / "tokentape.db").stat().st_size > 4 * CHECKPOINT_BYTES
 
 
-def test_a_closed_store_is_one_file_and_the_lock(tmp_path: Path) -> None:
+def test_closed_store_is_a_single_file_and_the_lock(tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path) as store:
         write(store, session("s"))
     assert {path.name for path in tmp_path.iterdir()} == {"tokentape.db", "tokentape.lock"}
@@ -114,13 +114,13 @@ def test_a_second_writer_in_this_process_is_refused(store: SqliteStore, tmp_path
     write(store, session("s"))
 
 
-def test_reading_a_directory_without_a_database_is_refused_and_makes_nothing(tmp_path: Path) -> None:
+def test_reading_a_directory_without_a_database_is_refused_and_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not a data directory"):
         SqliteStore.open(tmp_path, read_only=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_not_a_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "tokentape.db").write_bytes(b"not a database" * 1000)
     for read_only in (False, True):
         with pytest.raises(StoreCorrupt):
@@ -129,13 +129,13 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
     assert not [path for path in open_databases() if path.is_relative_to(tmp_path)]
 
 
-def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"):
         SqliteStore.open(tmp_path / "file" / "data")
 
 
-def test_a_data_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
+def test_data_directory_is_private_to_its_owner(tmp_path: Path) -> None:
     SqliteStore.open(tmp_path / "new" / "data").close()
     assert (tmp_path / "new" / "data").stat().st_mode & 0o777 == 0o700
 
@@ -174,7 +174,7 @@ def test_synchronous_reaches_the_connection(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 @pytest.mark.parametrize("name", ["tokentape.db", "tokentape.db-wal", "tokentape.db-shm", "tokentape.lock"])
-def test_a_file_that_is_taken_away_is_noticed_before_the_next_acknowledgement(
+def test_removed_file_is_detected_before_the_next_acknowledgment(
     store: SqliteStore, tmp_path: Path, name: str, how: str
 ) -> None:
     write(store, session("before"))
@@ -188,8 +188,8 @@ def test_a_file_that_is_taken_away_is_noticed_before_the_next_acknowledgement(
         store.check()
 
 
-def test_nothing_is_lost_when_the_log_is_removed(store: SqliteStore, tmp_path: Path) -> None:
-    """What was acknowledged is in the database once the loss is noticed, and a death after that does not take it."""
+def test_removing_the_log_loses_nothing(store: SqliteStore, tmp_path: Path) -> None:
+    """Acknowledged turns are in the database once the loss is detected, and survive a later crash."""
     turns = make_chain("s", 3)
     write(store, session("s"), SETUP, *turns)
     (tmp_path / "tokentape.db-wal").unlink()
@@ -198,8 +198,8 @@ def test_nothing_is_lost_when_the_log_is_removed(store: SqliteStore, tmp_path: P
     copy = tmp_path / "as after a kill"
     copy.mkdir()
     shutil.copy(tmp_path / "tokentape.db", copy)
-    with SqliteStore.open(copy) as found:
-        assert len(found.load_session("s").turns) == 3
+    with SqliteStore.open(copy) as copied:
+        assert len(copied.load_session("s").turns) == 3
 
 
 def test_other_users_can_not_read_a_record(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_other_users_can_not_read_a_record(tmp_path: Path) -> None:
 
 @contextmanager
 def as_somebody_else() -> Iterator[None]:
-    """Gives up what only root may do, if this is root."""
+    """Drop root privileges, if running as root."""
     was = os.geteuid()
     os.seteuid(was or 65534)
     try:
@@ -225,8 +225,8 @@ def as_somebody_else() -> Iterator[None]:
         os.seteuid(was)
 
 
-def test_a_directory_that_can_not_be_written_to_says_so() -> None:
-    # pytest's folders can't be entered by others.
+def test_unwritable_directory_is_reported() -> None:
+    # Other users can't enter pytest's folders.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         data = Path(folder) / "data"
@@ -241,7 +241,7 @@ def test_a_directory_that_can_not_be_written_to_says_so() -> None:
                     SqliteStore.open(directory, read_only=read_only)
         data.chmod(0o755)
         with SqliteStore.open(data, read_only=True) as store:
-            assert [one.info.session_id for one in store.sessions()] == ["s"]
+            assert [session.info.session_id for session in store.sessions()] == ["s"]
 
 
 def test_a_full_disk_is_not_ready(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_a_full_disk_is_not_ready(store: SqliteStore, monkeypatch: pytest.Monkey
         store.check()
 
 
-def test_texts_of_any_length_come_back_and_short_ones_need_no_large_window(store: SqliteStore, tmp_path: Path) -> None:
+def test_texts_of_any_length_round_trip_and_short_ones_need_no_large_window(store: SqliteStore, tmp_path: Path) -> None:
     texts = ["x", "y" * 100, *("z" * (size + 4096) for size in (-60, -40, -30, 0, 5000))]
     turns: list[Turn] = []
     for text in texts:

@@ -66,7 +66,7 @@ def test_an_intact_record_has_no_findings_and_is_counted(directory: Path) -> Non
     assert report.tokens == 5 * 8 + 3 * 4000
 
 
-def test_an_empty_record_is_fine(tmp_path: Path) -> None:
+def test_empty_record_is_valid(tmp_path: Path) -> None:
     SqliteStore.open(tmp_path).close()
     assert verify(tmp_path).ok
 
@@ -120,7 +120,7 @@ def test_verification_changes_nothing(directory: Path) -> None:
         "created_at = 'text'",
     ],
 )
-def test_a_changed_field_is_found_and_named(directory: Path, change: str) -> None:
+def test_changed_field_is_named(directory: Path, change: str) -> None:
     execute(directory, f"UPDATE turns SET {change} WHERE session_id = 'a' AND seq = 2")
     findings = verify(directory).findings
     assert ("a", 2) in where(findings)
@@ -137,7 +137,7 @@ def test_a_number_that_json_lacks_is_not_taken_for_null(tmp_path: Path, number: 
     assert where(verify(tmp_path).findings) == [("s", 0)]
 
 
-def test_many_short_sessions_take_few_statements(tmp_path: Path) -> None:
+def test_many_short_sessions_need_few_statements(tmp_path: Path) -> None:
     names = [f"s{number}" for number in range(100)]
     with SqliteStore.open(tmp_path, synchronous="NORMAL") as store:
         chains = [make_chain(name, 2) for name in names]
@@ -148,7 +148,7 @@ def test_many_short_sessions_take_few_statements(tmp_path: Path) -> None:
         report = verify(tmp_path)
     assert (report.sessions, report.turns, report.findings) == (100, 200, ())
     assert len(statements) < len(names)
-    # A session with damage is checked alone, and its turns are counted once.
+    # A damaged session is checked separately, and its turns are counted once.
     execute(tmp_path, "UPDATE turns SET reply = 17 WHERE session_id = 's50' AND seq = 1")
     report = verify(tmp_path)
     assert (report.sessions, report.turns, where(report.findings)) == (100, 199, [("s50", 1)])
@@ -159,29 +159,29 @@ def test_a_changed_digest_breaks_the_children_too(directory: Path) -> None:
     assert where(verify(directory).findings) == [("a", 1), ("a", 2), ("a", 4)]
 
 
-def test_a_missing_turn_is_found_and_so_are_its_children(directory: Path) -> None:
+def test_missing_turn_is_reported_with_its_children(directory: Path) -> None:
     execute(directory, "DELETE FROM turns WHERE session_id = 'a' AND seq = 1")
     problems = {(finding.turn, finding.problem.split(",")[0]) for finding in verify(directory).findings}
     assert (2, "the turn before it is 0") in problems
     assert {turn for turn, problem in problems if problem == "its parent"} == {2, 4}
 
 
-def test_a_missing_session_row_is_found(directory: Path) -> None:
+def test_missing_session_row_is_reported(directory: Path) -> None:
     execute(directory, "DELETE FROM sessions WHERE session_id = 'a'")
     assert ("a", None) in where(verify(directory).findings)
 
 
-def test_a_missing_setup_is_found_for_each_turn(directory: Path) -> None:
+def test_missing_setup_is_reported_for_each_turn(directory: Path) -> None:
     execute(directory, "DELETE FROM setups")
     assert {("a", 0), ("b", 2)} <= set(where(verify(directory).findings))
 
 
-def test_a_changed_setup_is_found(directory: Path) -> None:
+def test_changed_setup_is_reported(directory: Path) -> None:
     execute(directory, "UPDATE setups SET date = '2026-01-02'")
     assert ("a", 0) in where(verify(directory).findings)
 
 
-def test_session_metadata_and_rewards_that_cannot_be_read_are_found(directory: Path) -> None:
+def test_unreadable_session_metadata_and_rewards_are_reported(directory: Path) -> None:
     execute(directory, "UPDATE sessions SET metadata = '[' WHERE session_id = 'a'")
     execute(directory, "UPDATE rewards SET value = 'text' WHERE session_id = 'b'")
     assert where(verify(directory).findings) == [("a", None), ("b", None)]
@@ -202,13 +202,13 @@ def test_session_metadata_and_rewards_that_cannot_be_read_are_found(directory: P
         "rewards SET scope = 'other'",
     ],
 )
-def test_damage_of_what_clients_and_engines_said_is_found(directory: Path, change: str) -> None:
+def test_damage_of_client_and_engine_texts_is_reported(directory: Path, change: str) -> None:
     execute(directory, f"UPDATE {change} WHERE session_id = 'a'")
     assert {session_id for session_id, _ in where(verify(directory).findings)} == {"a"}
 
 
 @pytest.mark.parametrize("value", ["9e999", "'nan'", "'-inf'"])
-def test_a_reward_that_is_not_finite_is_found_and_never_read(directory: Path, value: str) -> None:
+def test_infinite_reward_is_reported_and_never_read(directory: Path, value: str) -> None:
     execute(directory, f"UPDATE rewards SET value = {value} WHERE session_id = 'a'")
     assert where(verify(directory).findings) == [("a", None)]
     with SqliteStore.open(directory, read_only=True) as store, pytest.raises(StoreCorrupt, match="a reward"):
@@ -217,7 +217,7 @@ def test_a_reward_that_is_not_finite_is_found_and_never_read(directory: Path, va
 
 @pytest.mark.parametrize("text", ["[]", '[["task", 7]]', "null"])
 @pytest.mark.parametrize("table", ["sessions SET metadata", "events SET body"])
-def test_a_list_in_place_of_an_object_is_found(directory: Path, table: str, text: str) -> None:
+def test_list_in_place_of_an_object_is_reported(directory: Path, table: str, text: str) -> None:
     execute(
         directory,
         "INSERT INTO events (session_id, turn, kind, body, created_at) VALUES ('a', 1, 'unread', '{}', 1.0)",
@@ -226,36 +226,34 @@ def test_a_list_in_place_of_an_object_is_found(directory: Path, table: str, text
     assert where(verify(directory).findings) == [("a", None)]
 
 
-@pytest.mark.parametrize(("choices", "found"), [(1, []), (2, [("b", None)]), (0, [("b", None)])])
-def test_an_answer_with_turns_that_do_not_exist_is_found(
-    directory: Path, choices: int, found: list[tuple[str, None]]
-) -> None:
+@pytest.mark.parametrize(("choices", "expected"), [(1, []), (2, [("b", None)]), (0, [("b", None)])])
+def test_answer_with_missing_turns_is_reported(directory: Path, choices: int, expected: list[tuple[str, None]]) -> None:
     execute(
         directory,
         "INSERT INTO answers (session_id, first_turn, choices, reply_id, body_digest, created_at)"
         f" VALUES ('b', 2, {choices}, 'reply', x'00', 1.0)",
     )
-    assert where(verify(directory).findings) == found
+    assert where(verify(directory).findings) == expected
 
 
-def test_a_snapshot_that_can_not_be_read_is_found(directory: Path) -> None:
+def test_unreadable_snapshot_is_reported(directory: Path) -> None:
     execute(directory, "UPDATE snapshots SET contents = zeroblob(4)")
     assert where(verify(directory).findings) == [(None, None)]
 
 
-def test_a_session_that_a_held_snapshot_misses_is_found(directory: Path) -> None:
+def test_session_missing_from_a_held_snapshot_is_reported(directory: Path) -> None:
     execute(directory, "UPDATE snapshot_sessions SET turns = 99")
     assert where(verify(directory).findings) == [("a", None)]
     execute(directory, "UPDATE snapshots SET state = 'released'")
     assert verify(directory).ok
 
 
-def test_a_dropped_session_that_is_there_is_found(directory: Path) -> None:
+def test_dropped_session_that_exists_is_reported(directory: Path) -> None:
     execute(directory, "INSERT INTO tombstones VALUES ('b', '', 1, 1.0)")
     assert where(verify(directory).findings) == [("b", None)]
 
 
-def test_a_turn_that_breaks_a_rule_is_found(directory: Path) -> None:
+def test_turn_that_breaks_a_rule_is_reported(directory: Path) -> None:
     columns = "session_id, parent, setup, created_at, finish_reason, stop, fork, engine, weight_version, sampling"
     execute(
         directory,
@@ -268,7 +266,7 @@ def test_a_turn_that_breaks_a_rule_is_found(directory: Path) -> None:
     assert any("logprobs" in problem for problem in problems)
 
 
-def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
+def test_flipped_bit_in_a_blob_is_named(directory: Path) -> None:
     path = directory / "tokentape.db"
     data = bytearray(path.read_bytes())
     ids = CHAINS["b"][1].completion_ids.tobytes()[:400]
@@ -280,7 +278,7 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "message"),
     [
         (
             "CREATE TRIGGER t AFTER INSERT ON rewards BEGIN UPDATE rewards SET value = 0; END",
@@ -310,17 +308,17 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
         ),
     ],
 )
-def test_another_schema_is_found(directory: Path, tmp_path: Path, change: str, found: str) -> None:
+def test_different_schema_is_reported(directory: Path, tmp_path: Path, change: str, message: str) -> None:
     verify(directory, head_out=tmp_path / "head.json")
     connection = sqlite3.connect(directory / "tokentape.db")
     connection.executescript(f"PRAGMA legacy_alter_table = ON; {change}")
     connection.close()
     for report in (verify(directory), verify(directory, against=read_head(tmp_path / "head.json"), nothing_added=True)):
-        assert found in "\n".join(map(str, report.findings))
+        assert message in "\n".join(map(str, report.findings))
 
 
 @pytest.mark.parametrize("version", [1, 3, 99])
-def test_an_older_or_newer_schema_ends_it(directory: Path, tmp_path: Path, version: int) -> None:
+def test_older_or_newer_schema_ends_verification(directory: Path, tmp_path: Path, version: int) -> None:
     verify(directory, head_out=tmp_path / "head.json")
     execute(directory, f"UPDATE meta SET value = {version}")
     with pytest.raises(StoreError, match=f"schema version {version}"):
@@ -334,7 +332,7 @@ def test_a_finding_reads_as_a_sentence(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 50, 99, 100, 2048, 5000, 20_000])
-def test_a_torn_file_is_found(directory: Path, kept: int) -> None:
+def test_torn_file_is_reported(directory: Path, kept: int) -> None:
     path = directory / "tokentape.db"
     path.write_bytes(path.read_bytes()[:kept])
     assert not verify(directory).ok
@@ -342,7 +340,7 @@ def test_a_torn_file_is_found(directory: Path, kept: int) -> None:
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_whatever_bytes_are_damaged_turns_are_intact_or_the_damage_is_found(
+def test_damaged_bytes_leave_turns_intact_or_are_reported(
     intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("damaged")

@@ -1,9 +1,9 @@
-"""A process that writes turns until something stops it, and says on stdout which were acknowledged.
+"""A process that writes turns until it is stopped, and prints acknowledged turns on stdout.
 
     python -m tests.store.writing_process DIRECTORY
 
-Eight sessions are continued from where they are. A line `SESSION SEQ` is written after each acknowledgement,
-`failed ERROR` after the first write that failed, `still ERROR` after one more try, then `healthy` or `broken`.
+It continues eight sessions. A line `SESSION SEQ` is written after each acknowledgement,
+`failed ERROR` after the first write that failed, `still ERROR` after a retry, then `healthy` or `broken`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The golden sessions: pinned ids and numbers, and what they have to be for errors to show."""
+"""The golden sessions: pinned ids and numbers, and the properties that make errors visible."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from tokentape.types import Provenance
 BY_NAME = {golden.name: golden for golden in GOLDEN}
 
 
-def test_ids_and_logprobs_stay_what_they_are() -> None:
-    (one,) = BY_NAME["truncated in the middle"].sessions[0].trajectories()
+def test_golden_ids_and_logprobs_are_stable() -> None:
+    (trajectory,) = BY_NAME["truncated in the middle"].sessions[0].trajectories()
     first, second, third = [64, 3, 14, 25], [65, 10, 21, 32, 3, PAD], [66, 17, 28, 39, 10, 21, PAD]
-    assert one.token_ids.tolist() == [50, 10, 51, 12, *first, PAD, 55, 11, 56, *second, 55, 12, 56, *third]
-    assert one.logprobs[4:7].tolist() == pytest.approx([-5.366086, -4.744445, -3.929669], abs=1e-6)
-    assert one.provenance[one.token_ids == PAD].tolist() == [Provenance.CLOSE, Provenance.SAMPLED, Provenance.SAMPLED]
+    assert trajectory.token_ids.tolist() == [50, 10, 51, 12, *first, PAD, 55, 11, 56, *second, 55, 12, 56, *third]
+    assert trajectory.logprobs[4:7].tolist() == pytest.approx([-5.366086, -4.744445, -3.929669], abs=1e-6)
+    assert trajectory.provenance[trajectory.token_ids == PAD].tolist() == [
+        Provenance.CLOSE,
+        Provenance.SAMPLED,
+        Provenance.SAMPLED,
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.4])
-def test_the_golden_model_s_probabilities_add_up_to_one(temperature: float) -> None:
+def test_golden_model_s_probabilities_sum_to_1(temperature: float) -> None:
     tokens = [Token("a", 0, 0, token_id, "7", temperature) for token_id in range(VOCAB_SIZE)]
     assert sum(exp(token.logprob()) for token in tokens) == pytest.approx(1)
     assert len({round(token.logprob(), 9) for token in tokens}) > VOCAB_SIZE / 2
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
-def test_every_session_of_a_group_has_an_advantage_so_that_none_can_be_left_out(golden: Golden) -> None:
+def test_every_session_of_a_group_has_a_nonzero_advantage(golden: Golden) -> None:
     assert all(abs(value) > 0.01 for value in golden.advantages().values())
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
-def test_no_two_sessions_weigh_alike_by_chance(golden: Golden) -> None:
+def test_no_two_sessions_have_equal_weights(golden: Golden) -> None:
     assert len({len(session.tokens()) for session in golden.sessions}) > 1
 
 
@@ -42,17 +46,17 @@ def test_aborted_turns_are_in_the_record_and_in_no_path() -> None:
     aborted = session.turns[1]
     assert aborted.finish == "abort"
     assert not {*aborted.sampled} & {*session.tokens()}
-    assert all(aborted.sampled[0].id not in one.token_ids for one in session.trajectories())
+    assert all(aborted.sampled[0].id not in trajectory.token_ids for trajectory in session.trajectories())
 
 
 def test_weights_change_within_a_turn() -> None:
-    (one,) = BY_NAME["two weight versions"].sessions[0].trajectories()
-    assert [version for _, _, version in one.weight_spans] == ["7", "7", "8", "8"]
+    (trajectory,) = BY_NAME["two weight versions"].sessions[0].trajectories()
+    assert [version for _, _, version in trajectory.weight_spans] == ["7", "7", "8", "8"]
 
 
 def test_siblings_have_unequal_numbers_within_a_group() -> None:
     sessions = BY_NAME["groups of unequal branches"].sessions
-    assert [(one.group, len(one.paths())) for one in sessions] == [
+    assert [(session.group, len(session.paths())) for session in sessions] == [
         ("g0", 3),
         ("g0", 1),
         ("g0", 2),

@@ -1,4 +1,4 @@
-"""The conformance kit, on rows that are made of the golden turns by hand: what it says, and when it says nothing."""
+"""The conformance kit on handmade rows of the golden turns: its findings, and their absence for correct rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BY_NAME = {golden.name: golden for golden in GOLDEN}
 
 
 def right(golden: Golden, by: str = "token", pad: int = 0) -> list[Row]:
-    """A row per path with all that a row can say; of shared turns the first path trains the tokens."""
+    """Return a row per path with every field. The first path trains the tokens of shared turns."""
     rows = []
     seen: set[Token] = set()
     rewards: dict[str, list[float]] = {}
@@ -66,11 +66,11 @@ def right(golden: Golden, by: str = "token", pad: int = 0) -> list[Row]:
 @pytest.mark.parametrize("pad", [0, 2])
 @pytest.mark.parametrize("by", ["token", "session"])
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
-def test_says_nothing_of_rows_that_are_right(golden: Golden, by: str, pad: int) -> None:
+def test_correct_rows_have_no_findings(golden: Golden, by: str, pad: int) -> None:
     assert findings(golden, right(golden, by, pad)) == []
 
 
-FOUND = {
+FINDING_KINDS = {
     "mask shifted left": {"mask shifted", "last token not trained"},
     "mask shifted right": {"mask shifted", "not trained"},
     "mask inverted": {"mask inverted", "not trained"},
@@ -92,12 +92,12 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_a_planted_error_in_a_forked_session_is_called_by_its_name_and_nothing_else(name: str) -> None:
+@pytest.mark.parametrize("name", FINDING_KINDS)
+def test_planted_error_in_a_forked_session_has_only_its_finding(name: str) -> None:
     golden = BY_NAME["forked"]
-    (error,) = [one for one in ERRORS if one.name == name]
+    (error,) = [candidate for candidate in ERRORS if candidate.name == name]
     placed, _ = place(golden, right(golden))
-    assert {one.kind for one in findings(golden, error.plant(golden, placed))} == FOUND[name]
+    assert {finding.kind for finding in findings(golden, error.plant(golden, placed))} == FINDING_KINDS[name]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_planted_error_in_a_forked_session_is_called_by_its_name_and_nothing_e
         ("one weight version for a row", "two weight versions", "version of other weights"),
     ],
 )
-def test_an_error_that_needs_its_own_session_is_called_by_its_name(name: str, golden: str, kind: str) -> None:
-    (error,) = [one for one in ERRORS if one.name == name]
+def test_error_that_needs_a_special_session_has_its_finding(name: str, golden: str, kind: str) -> None:
+    (error,) = [candidate for candidate in ERRORS if candidate.name == name]
     placed, _ = place(BY_NAME[golden], right(BY_NAME[golden]))
-    assert {one.kind for one in findings(BY_NAME[golden], error.plant(BY_NAME[golden], placed))} == {kind}
+    assert {finding.kind for finding in findings(BY_NAME[golden], error.plant(BY_NAME[golden], placed))} == {kind}
 
 
-def test_a_reward_of_a_session_that_has_none_is_invented() -> None:
+def test_reward_for_a_session_without_reward_is_reported() -> None:
     golden = BY_NAME["no reward"]
     (path,) = golden.sessions[1].paths()
     ids = [cell.id if isinstance(cell, Token) else cell for cell in path]
@@ -121,13 +121,13 @@ def test_a_reward_of_a_session_that_has_none_is_invented() -> None:
     logprobs = [cell.logprob() if isinstance(cell, Token) else 0.0 for cell in path]
     assert findings(golden, [*right(golden), Row(ids, on, logprobs)]) == []
     for extra in ({"reward": 0.0}, {"advantages": [0.0] * len(ids)}):
-        assert {one.kind for one in findings(golden, [*right(golden), Row(ids, on, logprobs, **extra)])} == {
+        assert {finding.kind for finding in findings(golden, [*right(golden), Row(ids, on, logprobs, **extra)])} == {
             "reward invented"
         }
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)
-def test_every_planted_error_is_caught_wherever_it_changes_a_row(error: Planted) -> None:
+def test_every_planted_error_that_changes_a_row_is_reported(error: Planted) -> None:
     changed = 0
     for golden in GOLDEN:
         rows = right(golden, pad=1)
@@ -138,9 +138,9 @@ def test_every_planted_error_is_caught_wherever_it_changes_a_row(error: Planted)
             rows = [replace(row, logprobs=None, advantages=None) for row in rows]
         placed, _ = place(golden, rows)
         wrong = error.plant(golden, placed)
-        if any(kit._differ(row, one.row) for row, one in zip(wrong, placed, strict=True)):
+        if any(kit._differ(row, placed_row.row) for row, placed_row in zip(wrong, placed, strict=True)):
             changed += 1
-            assert error.kind in {one.kind for one in findings(golden, wrong)}, golden.name
+            assert error.kind in {finding.kind for finding in findings(golden, wrong)}, golden.name
     assert changed
 
 
@@ -148,8 +148,8 @@ RIGHT = {golden.name: right(golden, pad=1) for golden in GOLDEN}
 
 
 @st.composite
-def one_change(draw: st.DrawFn) -> tuple[Golden, list[Row]]:
-    """Right rows in which one number that a loss reads is another one, or a row is cut, gone or there twice."""
+def single_change(draw: st.DrawFn) -> tuple[Golden, list[Row]]:
+    """Draw correct rows with a single change: a number that a loss reads, or a row truncated, missing or doubled."""
     golden = draw(st.sampled_from(GOLDEN))
     rows = list(RIGHT[golden.name])
     n = draw(st.integers(0, len(rows) - 1))
@@ -158,18 +158,18 @@ def one_change(draw: st.DrawFn) -> tuple[Golden, list[Row]]:
     at = draw(st.integers(0, len(row.weights) - 1))
     trained = draw(st.sampled_from(on))
 
-    def with_one(name: str, position: int, value: Any) -> Row:
+    def with_changed(name: str, position: int, value: Any) -> Row:
         return replace(row, **{name: [*getattr(row, name)[:position], value, *getattr(row, name)[position + 1 :]]})
 
     changes: dict[str, Any] = {
-        "id": lambda: with_one("token_ids", at, (row.token_ids[at] + draw(st.integers(1, 127))) % 128),
-        "weight": lambda: with_one("weights", at, float(not row.weights[at])),
-        "some weight": lambda: with_one("weights", trained, draw(st.sampled_from([0.5, 1.01, 2.0, -1.0]))),
-        "logprob": lambda: with_one("logprobs", trained, row.logprobs[trained] + draw(st.floats(1e-4, 9))),
-        "no logprob": lambda: with_one("logprobs", trained, float("nan")),
-        "advantage": lambda: with_one("advantages", trained, row.advantages[trained] * draw(st.floats(1.01, 9))),
-        "no advantage": lambda: with_one("advantages", trained, float("nan")),
-        "version": lambda: with_one("weight_versions", trained, "9"),
+        "id": lambda: with_changed("token_ids", at, (row.token_ids[at] + draw(st.integers(1, 127))) % 128),
+        "weight": lambda: with_changed("weights", at, float(not row.weights[at])),
+        "some weight": lambda: with_changed("weights", trained, draw(st.sampled_from([0.5, 1.01, 2.0, -1.0]))),
+        "logprob": lambda: with_changed("logprobs", trained, row.logprobs[trained] + draw(st.floats(1e-4, 9))),
+        "no logprob": lambda: with_changed("logprobs", trained, float("nan")),
+        "advantage": lambda: with_changed("advantages", trained, row.advantages[trained] * draw(st.floats(1.01, 9))),
+        "no advantage": lambda: with_changed("advantages", trained, float("nan")),
+        "version": lambda: with_changed("weight_versions", trained, "9"),
         "reward": lambda: replace(row, reward=(row.reward or 0.0) + draw(st.floats(0.01, 2))),
         "truncated": lambda: replace(row, truncated=not row.truncated),
         "temperature": lambda: replace(row, temperature=draw(st.floats(0.1, 0.9))),
@@ -188,8 +188,8 @@ def one_change(draw: st.DrawFn) -> tuple[Golden, list[Row]]:
     return golden, rows
 
 
-@given(one_change())
-def test_no_single_change_of_what_a_loss_reads_is_passed_over(changed: tuple[Golden, list[Row]]) -> None:
+@given(single_change())
+def test_every_single_change_of_loss_inputs_is_reported(changed: tuple[Golden, list[Row]]) -> None:
     assert findings(*changed)
 
 
@@ -205,46 +205,46 @@ def test_no_single_change_of_what_a_loss_reads_is_passed_over(changed: tuple[Gol
         ({"weights": np.zeros(30)}, "not trained"),
     ],
 )
-def test_errors_that_are_not_planted_have_names_too(change: dict[str, Any], kind: str) -> None:
+def test_errors_that_are_not_planted_have_kinds(change: dict[str, Any], kind: str) -> None:
     golden = BY_NAME["exact"]
     first, *others = right(golden)
     size = len(first.token_ids)
     cut = {name: value[:size] if isinstance(value, np.ndarray) else value for name, value in change.items()}
-    assert kind in {one.kind for one in findings(golden, [replace(first, **cut), *others])}
+    assert kind in {finding.kind for finding in findings(golden, [replace(first, **cut), *others])}
 
 
-def test_a_row_with_what_an_aborted_turn_sampled_is_not_as_recorded() -> None:
+def test_row_with_tokens_of_an_aborted_turn_is_not_as_recorded() -> None:
     golden = BY_NAME["aborted"]
     turns = golden.sessions[0].turns
     ids = [
         *turns[0].added,
-        *(one.id for one in turns[0].sampled),
+        *(token.id for token in turns[0].sampled),
         *turns[1].added,
-        *(one.id for one in turns[1].sampled),
+        *(token.id for token in turns[1].sampled),
     ]
     row = Row(ids, [0] * (len(ids) - 1) + [1])
-    assert [one.kind for one in findings(golden, [*right(golden), row])] == ["ids not as recorded"]
+    assert [finding.kind for finding in findings(golden, [*right(golden), row])] == ["ids not as recorded"]
 
 
-def test_padding_of_a_trainer_s_own_is_said_to_be_that() -> None:
+def test_trainer_padding_is_reported_as_padding() -> None:
     golden = BY_NAME["exact"]
     first, *others = right(golden)
-    (found, *_) = findings(golden, [Row([*first.token_ids, 0, 0], [*first.weights, 0, 0]), *others])
+    (finding, *_) = findings(golden, [Row([*first.token_ids, 0, 0], [*first.weights, 0, 0]), *others])
     advice = "only id 0; if that pads, use golden.PAD"
-    assert found.text.endswith(f"after the first {len(first.token_ids)} tokens, {advice}")
+    assert finding.text.endswith(f"after the first {len(first.token_ids)} tokens, {advice}")
 
 
-def test_weights_that_are_all_below_zero_are_not_alike() -> None:
+def test_negative_weights_are_not_equal() -> None:
     golden = BY_NAME["exact"]
     rows = [replace(row, weights=-np.array(row.weights)) for row in right(golden)]
-    assert {one.kind for one in findings(golden, rows)} == {"weights out of proportion"}
+    assert {finding.kind for finding in findings(golden, rows)} == {"weights out of proportion"}
 
 
 def test_weights_that_differ_within_a_row_are_out_of_proportion() -> None:
     golden = BY_NAME["exact"]
     first, *others = right(golden)
     uneven = np.array(first.weights) * np.arange(1, len(first.weights) + 1)
-    assert {one.kind for one in findings(golden, [replace(first, weights=uneven), *others])} == {
+    assert {finding.kind for finding in findings(golden, [replace(first, weights=uneven), *others])} == {
         "weights out of proportion"
     }
 
@@ -259,25 +259,25 @@ def of_samples(samples: Sequence[Sample]) -> Iterator[Row]:
 def test_samples_that_train_shared_turns_in_each_branch_do_not_pass() -> None:
     def each_branch(paths: Sequence[Any]) -> list[Sample]:
         made = assemble(paths, group="group").samples
-        return [replace(one, loss_mask=one.provenance == 1) for one in made]
+        return [replace(sample, loss_mask=sample.provenance == 1) for sample in made]
 
     report = check_samples(of_samples, samples=each_branch)
-    assert {one.kind for one in report.goldens["forked"]} == {"trained twice"}
+    assert {finding.kind for finding in report.goldens["forked"]} == {"trained twice"}
     assert report.goldens["exact"] == []
 
 
-def test_a_data_path_that_raises_fails_and_one_that_refuses_where_it_may_does_not() -> None:
+def test_raising_data_path_fails_but_an_allowed_refusal_does_not() -> None:
     def refusing(samples: Sequence[Sample]) -> list[Row]:
         raise InvalidRequest("no such thing")
 
     report = check_samples(refusing)
     assert not report.ok
-    assert [one.kind for one in report.goldens["exact"]] == ["failed"]
+    assert [finding.kind for finding in report.goldens["exact"]] == ["failed"]
     assert report.goldens["no reward"] == []
     assert "refused: no such thing" in str(report)
 
 
-def test_rows_that_train_nothing_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_train_nothing_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def masked_besides(samples: Sequence[Sample]) -> list[Row]:
         rows = list(of_samples(samples))
         return [replace(rows[0], weights=np.zeros(len(rows[0].token_ids))), *rows]
@@ -287,8 +287,10 @@ def test_rows_that_train_nothing_are_let_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_data_path_that_trains_nothing_fails() -> None:
-    report = check_samples(lambda samples: [Row(one.token_ids, 0 * one.token_ids) for one in samples])
-    assert all([one.kind for one in found] == ["not trained"] for found in report.goldens.values())
+    report = check_samples(lambda samples: [Row(sample.token_ids, 0 * sample.token_ids) for sample in samples])
+    assert all(
+        [finding.kind for finding in golden_findings] == ["not trained"] for golden_findings in report.goldens.values()
+    )
 
 
 @pytest.mark.sampled(3)
@@ -304,23 +306,26 @@ def test_a_data_path_that_trains_nothing_fails() -> None:
         lambda samples: [replace(row, token_ids=row.token_ids[:-1]) for row in of_samples(samples)],
     ],
 )
-def test_whatever_a_data_path_returns_is_judged_and_fails(broken: Any) -> None:
+def test_invalid_results_of_a_data_path_fail(broken: Any) -> None:
     report = check_samples(broken)
-    assert all(found for name, found in report.goldens.items() if name not in report.refused)
+    assert all(golden_findings for name, golden_findings in report.goldens.items() if name not in report.refused)
     assert str(report)
 
 
-def test_an_exception_that_is_no_refusal_fails_everywhere() -> None:
+def test_exception_that_is_not_a_refusal_fails_everywhere() -> None:
     def broken(samples: Sequence[Sample]) -> list[Row]:
         raise ValueError("sizes do not match")
 
-    assert all([one.kind for one in found] == ["failed"] for found in check_samples(broken).goldens.values())
+    assert all(
+        [finding.kind for finding in golden_findings] == ["failed"]
+        for golden_findings in check_samples(broken).goldens.values()
+    )
 
 
-def test_an_error_that_goes_unnoticed_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnoticed_error_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "GOLDEN", GOLDEN[:1])
     assert check_samples(of_samples).ok
-    monkeypatch.setattr(rows_module, "_mask", lambda one: iter(()))
+    monkeypatch.setattr(rows_module, "_mask", lambda mask: iter(()))
     report = check_samples(of_samples)
     assert not report.ok
     assert not any(report.goldens.values())
@@ -328,11 +333,11 @@ def test_an_error_that_goes_unnoticed_is_not_ok(monkeypatch: pytest.MonkeyPatch)
     assert "caught in 0 of 1, unnoticed in: exact" in str(report)
 
 
-def test_the_report_says_what_was_not_checked() -> None:
+def test_report_lists_unchecked_parts() -> None:
     assert check_samples(of_samples).not_given == ("truncated", "weight_versions", "temperature")
 
 
-def test_the_command_prints_a_table_and_exits_with_what_it_found(
+def test_command_prints_a_table_and_sets_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([f"{__name__}:of_samples"]) == 1

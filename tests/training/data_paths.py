@@ -1,8 +1,8 @@
 """What each trainer makes of our exports, as rows for the conformance kit.
 
-An adapter reads the exported fields in the way in which the trainer reads them, as far as its loss depends on it: which
-tokens it trains, how it weighs sessions that became several samples, what it takes as the group, where it looks for
-truncation. What a trainer has no place for stays None. docs/how-to/train.md names the versions.
+An adapter reads the exported fields as the trainer reads them, as far as its loss depends on them: which tokens it
+trains, how it weighs sessions that became several samples, what it takes as the group, where it looks for truncation.
+Values that a trainer has no field for stay None. docs/how-to/train.md names the versions.
 
 `python -m tests.training.data_paths [NAME ...]` prints what the kit finds.
 """
@@ -35,13 +35,13 @@ def after_prompt(prompt: Sequence[int], values: Sequence[Any]) -> list[Any]:
 
 
 def only(values: Any) -> float:
-    """The one temperature of a row's trained tokens."""
-    (value,) = {round(float(one), 6) for one in values}
+    """Return the common temperature of a row's trained tokens."""
+    (value,) = {round(float(temperature), 6) for temperature in values}
     return value
 
 
 def trl(samples: Samples) -> Iterator[Row]:
-    """TRL calls a completion truncated that does not end with the end of a turn."""
+    """TRL calls a completion truncated if it does not end with an end-of-turn token."""
     made = exports.trl_rollouts(samples)
     for n, (prompt, ids) in enumerate(zip(made["prompt_ids"], made["completion_ids"], strict=True)):
         yield Row(
@@ -78,8 +78,8 @@ def verl_agent_loop(samples: Samples) -> Iterator[Row]:
 
 
 def verl_transfer_queue(samples: Samples) -> Iterator[Row]:
-    """The default trainer since 0.9: it counts steps of the weights, and takes several outputs of a session apart."""
-    sessions = [one.session_id for one in samples]
+    """The default trainer since 0.9: it counts weight steps and separates several outputs of a session."""
+    sessions = [item.session_id for item in samples]
     for row, sample in zip(verl_agent_loop(samples), samples, strict=True):
         extra = exports.verl_agent_loop_output(sample)["extra_fields"]
         if sessions.count(sample.session_id) > 1:
@@ -89,7 +89,7 @@ def verl_transfer_queue(samples: Samples) -> Iterator[Row]:
 
 
 def verl_batch(samples: Samples) -> Iterator[Row]:
-    """`DataProto`, with the advantages that verl's GRPO makes of rewards and `uid`."""
+    """`DataProto`, with the advantages that verl's GRPO computes from rewards and `uid`."""
     made = exports.verl_data_proto(samples, pad_id=PAD, vocab_size=VOCAB_SIZE)
     tensors, uid = made["tensors"], made["non_tensors"]["uid"]
     rewards = tensors["rm_scores"].sum(1)
@@ -106,7 +106,7 @@ def verl_batch(samples: Samples) -> Iterator[Row]:
 
 
 def verl_batch_with_advantages(samples: Samples) -> Iterator[Row]:
-    """`DataProto`, with the advantages that we give."""
+    """`DataProto`, with precomputed advantages."""
     made = exports.verl_data_proto(group_advantages(samples), pad_id=PAD, vocab_size=VOCAB_SIZE)["tensors"]
     for n in range(len(samples)):
         prompt = made["prompts"][n]
@@ -120,28 +120,28 @@ def verl_batch_with_advantages(samples: Samples) -> Iterator[Row]:
 
 
 def slime(samples: Samples) -> Iterator[Row]:
-    """A sample counts by the trained tokens of its rollout, which it is alone in if it names none."""
-    return _slime([exports.slime_sample(one, n, 0) for n, one in enumerate(samples)])
+    """Weigh each sample by the trained tokens of its rollout. A sample without a rollout id is a rollout."""
+    return _slime([exports.slime_sample(sample, n, 0) for n, sample in enumerate(samples)])
 
 
 def miles(samples: Samples) -> Iterator[Row]:
-    """As slime's."""
-    return _slime([exports.slime_sample(one, n, 0) for n, one in enumerate(samples)])
+    """Read the fields as slime does."""
+    return _slime([exports.slime_sample(sample, n, 0) for n, sample in enumerate(samples)])
 
 
 def _slime(made: Sequence[dict[str, Any]]) -> Iterator[Row]:
     trained: dict[Any, int] = defaultdict(int)
-    for one in made:
-        trained[one.get("rollout_id", one["index"])] += sum(one["loss_mask"])
-    for one in made:
-        prompt = one["tokens"][: -one["response_length"]]
+    for fields in made:
+        trained[fields.get("rollout_id", fields["index"])] += sum(fields["loss_mask"])
+    for fields in made:
+        prompt = fields["tokens"][: -fields["response_length"]]
         yield Row(
-            one["tokens"],
-            np.array(after_prompt(prompt, one["loss_mask"])) / trained[one.get("rollout_id", one["index"])],
-            after_prompt(prompt, one["rollout_log_probs"]),
-            reward=one["reward"],
-            truncated=one["status"] == "truncated",
-            weight_versions=set(one["weight_versions"]),
+            fields["tokens"],
+            np.array(after_prompt(prompt, fields["loss_mask"])) / trained[fields.get("rollout_id", fields["index"])],
+            after_prompt(prompt, fields["rollout_log_probs"]),
+            reward=fields["reward"],
+            truncated=fields["status"] == "truncated",
+            weight_versions=set(fields["weight_versions"]),
         )
 
 
@@ -154,8 +154,10 @@ def prime_rl(samples: Samples) -> Iterator[Row]:
 
 def verifiers(samples: Samples) -> Iterator[Row]:
     """A branch per leaf; a sampled node is trained in the first branch that holds it."""
-    for session in dict.fromkeys(one.session_id for one in samples):
-        nodes = exports.verifiers_nodes([one for one in group_advantages(samples) if one.session_id == session])
+    for session in dict.fromkeys(sample.session_id for sample in samples):
+        nodes = exports.verifiers_nodes(
+            [sample for sample in group_advantages(samples) if sample.session_id == session]
+        )
         parents = {node["parent"] for node in nodes}
         seen: set[int] = set()
         for leaf in [n for n in range(len(nodes)) if n not in parents]:
@@ -168,16 +170,16 @@ def verifiers(samples: Samples) -> Iterator[Row]:
                 values["token_ids"] += node["token_ids"]
                 values["weights"] += [on and n not in seen for on in node["mask"]]
                 for name, key in (("logprobs", "logprobs"), ("advantages", "advantages")):
-                    given = iter(node.get(key, ()))
-                    values[name] += [next(given) if on else 0.0 for on in node["mask"]]
+                    numbers = iter(node.get(key, ()))
+                    values[name] += [next(numbers) if on else 0.0 for on in node["mask"]]
             seen.update(path)
             yield Row(**values)
 
 
 def skyrl(samples: Samples) -> Iterator[Row]:
-    """Its check of a generator's output wants a response per prompt, or to know which one is a trajectory's last."""
+    """Its check of a generator's output needs a response per prompt, or the last step of each trajectory marked."""
     made = exports.skyrl_generator_output(samples)
-    prompts = len({one.session_id for one in samples})
+    prompts = len({sample.session_id for sample in samples})
     if made["is_last_step"] is None and len(made["response_ids"]) != prompts:
         raise AssertionError(f"mismatch between prompts ({prompts}) and responses ({len(made['response_ids'])})")
     for n, (prompt, ids) in enumerate(zip(made["prompt_token_ids"], made["response_ids"], strict=True)):
@@ -191,27 +193,27 @@ def skyrl(samples: Samples) -> Iterator[Row]:
 
 
 def nemo_rl(samples: Samples) -> Iterator[Row]:
-    """A group is what has the same first `length` ids."""
-    made = [exports.nemo_rl_datum(one, n) for n, one in enumerate(samples)]
-    ids = [np.concatenate([message["token_ids"] for message in one["message_log"]]) for one in made]
-    prompts = [tuple(own[: one["length"]]) for own, one in zip(ids, made, strict=True)]
-    for n, one in enumerate(made):
+    """Samples with the same first `length` ids are a group."""
+    made = [exports.nemo_rl_datum(sample, n) for n, sample in enumerate(samples)]
+    ids = [np.concatenate([message["token_ids"] for message in datum["message_log"]]) for datum in made]
+    prompts = [tuple(own[: datum["length"]]) for own, datum in zip(ids, made, strict=True)]
+    for n, datum in enumerate(made):
         alike = [other["total_reward"] for other, prompt in zip(made, prompts, strict=True) if prompt == prompts[n]]
-        log = one["message_log"]
+        log = datum["message_log"]
         trained = [np.full(len(message["token_ids"]), message["role"] == "assistant") for message in log]
         logprobs = [message.get("generation_logprobs", np.zeros(len(message["token_ids"]))) for message in log]
         yield Row(
             ids[n],
             np.concatenate(trained),
             np.concatenate(logprobs),
-            np.full(len(ids[n]), one["total_reward"] - np.mean(alike)),
-            one["total_reward"],
-            truncated=bool(one.get("truncated", False)),
+            np.full(len(ids[n]), datum["total_reward"] - np.mean(alike)),
+            datum["total_reward"],
+            truncated=bool(datum.get("truncated", False)),
         )
 
 
 def tinker(samples: Samples) -> Iterator[Row]:
-    """Targets are the ids moved by one; an advantage of 0 is no loss."""
+    """Targets are the ids shifted by 1. An advantage of 0 gives no loss."""
     for sample in group_advantages(samples):
         made = exports.tinker_datum(sample)
         inputs = {name: values.tolist() for name, values in made["loss_fn_inputs"].items()}
@@ -225,7 +227,7 @@ def tinker(samples: Samples) -> Iterator[Row]:
 
 
 def tinker_cross_entropy(samples: Samples) -> Iterator[Row]:
-    """Targets and weights alone."""
+    """Read only targets and weights."""
     for sample in samples:
         made = exports.tinker_datum(sample, advantages=None)
         inputs = made["loss_fn_inputs"]
@@ -245,7 +247,7 @@ def agent_lightning(samples: Samples) -> Iterator[Row]:
 
 
 def of_samples(samples: Samples) -> Iterator[Row]:
-    """A loop of one's own over samples."""
+    """Read samples as a hand-written training loop does."""
     for sample in samples:
         temperatures = token_temperatures(sample)
         versions = [""] * len(sample.token_ids)
@@ -277,7 +279,7 @@ def in_batch(make: Callable[[Samples], Batch]) -> Callable[[Samples], Iterator[R
         batch = make(group_advantages(samples))
         of_segments = batch.places if len(batch.places) != len(batch.input_ids) else None
         for n, (row, start, end) in enumerate(batch.places.tolist()):
-            # A padded row is given with its padding.
+            # A padded row is returned with its padding.
             at = np.s_[row] if of_segments is None else np.s_[row, start:end]
             yield Row(
                 batch.input_ids[at],
@@ -294,7 +296,7 @@ def in_batch(make: Callable[[Samples], Batch]) -> Callable[[Samples], Iterator[R
 
 
 def shifted(samples: Samples) -> Iterator[Row]:
-    """What `logits[:, :-1]` predict, after the first id."""
+    """Return the values that `logits[:, :-1]` predict, after the first id."""
     batch = padded(group_advantages(samples), pad_id=PAD, vocab_size=VOCAB_SIZE)
     made = batch.shifted()
     for n in range(len(samples)):

@@ -1,7 +1,7 @@
 """Runs trainers' own code in interpreters that have it.
 
-`TOKENTAPE_TRAINERS_PYTHON` names them, separated as in `PATH`. Of trainers that are on no index a `.pth` file there may
-name a checkout. CONTRIBUTING.md says how to make one.
+`TOKENTAPE_TRAINERS_PYTHON` names them, separated as in `PATH`. For a trainer that is on no
+index, a `.pth` file there can name a checkout. CONTRIBUTING.md explains how to make one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PYTHONS = [python for python in os.environ.get(VARIABLE, "").split(os.pathsep) i
 REPOSITORY = Path(__file__).parents[2]
 
 
-def answered(trainer: str, module: str, given: Any = None) -> Any:
-    """What `python -m tests.training.MODULE TRAINER` writes last, as JSON, in the first interpreter with the trainer.
+def answered(trainer: str, module: str, request: Any = None) -> Any:
+    """Return the last output line of `python -m tests.training.MODULE TRAINER`, as JSON.
 
-    One that lacks it writes null, and why to standard error.
+    The first interpreter with the trainer runs it. Others write null, and the reason to standard error.
     """
     places = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
     why = []
@@ -30,7 +30,7 @@ def answered(trainer: str, module: str, given: Any = None) -> Any:
         ran = subprocess.run(
             [python, "-m", f"tests.training.{module}", trainer],
             env={**os.environ, "PYTHONPATH": places},
-            input=json.dumps(given, default=lambda array: array.tolist()),
+            input=json.dumps(request, default=lambda array: array.tolist()),
             capture_output=True,
             text=True,
             timeout=1000,
@@ -45,9 +45,9 @@ def answered(trainer: str, module: str, given: Any = None) -> Any:
 
 
 def lacking(trainer: str, *why: str) -> NoReturn:
-    """Skip, or fail where trainers are all that is tested: a run that compared nothing is not a green one."""
+    """Skip the test, or fail if trainers are required: a run that compared nothing must not pass."""
     text = f"needs {trainer} in an interpreter of {VARIABLE}"
     if "TOKENTAPE_TRAINERS_REQUIRED" in os.environ:
-        found = "; ".join(why) or "it names none"
-        pytest.fail(f"{text} ({found}). CONTRIBUTING.md, 'Trainers', says how to make one", pytrace=False)
+        reasons = "; ".join(why) or "it names none"
+        pytest.fail(f"{text} ({reasons}). CONTRIBUTING.md, 'Trainers', says how to make one", pytrace=False)
     pytest.skip(text)

@@ -1,6 +1,6 @@
-"""For tests of adapters: a trainer's engine that keeps its own ledger, an agent, and the golden sessions of a ledger.
+"""For tests of adapters: a trainer's engine that keeps a ledger of its calls, an agent, and a ledger's golden sessions.
 
-What adapters hand to a trainer is compared with what the engine itself noted down, by the conformance kit.
+The conformance kit compares the samples of adapters with the calls that the engine noted in the ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokentape.types import FinishReason
 
 @dataclass(frozen=True)
 class Call:
-    """One completion, as the engine sampled it."""
+    """A completion, as the engine sampled it."""
 
     session: str
     prompt: list[int]
@@ -46,17 +46,17 @@ class Call:
 
 @dataclass
 class Ledger:
-    """A trainer's engine: samples a sentence of its own for each call, and notes it down."""
+    """A trainer's engine: samples a different sentence for each call, and records it."""
 
     renderer: Renderer = field(default_factory=lambda: Renderer.load(MODEL))
     version: int = 7
     text: str | None = None
-    """What it samples in place of its sentences."""
+    """Replaces its sentences."""
     calls: list[Call] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    """What was asked over HTTP."""
+    """Bodies of requests over HTTP."""
     aborts: bool = False
-    """Whether weights change within a call, which is aborted then and resumed by the gateway."""
+    """Whether weights change within a call. The call is then aborted, and the gateway resumes it."""
 
     def sample(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
         if self.calls and self.calls[-1].finish == "abort":
@@ -70,7 +70,7 @@ class Ledger:
         return call
 
     def changes_weights(self, prompt: Sequence[int]) -> bool:
-        """Whether this is the call of the task of two versions at whose end there are new weights."""
+        """Return whether the weights change at the end of this call of the two-version task."""
         text = self.renderer.tokenizer.decode(prompt)
         return "Task 4." in text and "And?" not in text and ("Go on." in text) == self.aborts
 
@@ -87,7 +87,7 @@ class Ledger:
         return call
 
     def _resumed(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
-        """The rest of a call that was aborted. It is noted down as one call."""
+        """Sample the rest of an aborted call. The ledger has it as a single call."""
         before = self.calls.pop()
         assert (session, list(prompt)) == (before.session, before.prompt + before.ids)
         done = len(before.ids)
@@ -96,10 +96,10 @@ class Ledger:
         return replace(whole, prompt=list(prompt), ids=whole.ids[done:], logprobs=whole.logprobs[done:])
 
     def task_of(self, prompt: Sequence[int]) -> str:
-        """The task's number in a prompt, for engines that hear of no session."""
-        found = re.search(r"Task (\d+)", self.renderer.tokenizer.decode(prompt))
-        assert found is not None
-        return found[1]
+        """Return the task's number in a prompt, for engines that get no session id."""
+        match = re.search(r"Task (\d+)", self.renderer.tokenizer.decode(prompt))
+        assert match is not None
+        return match[1]
 
 
 LEDGER: list[Ledger] = []
@@ -110,10 +110,10 @@ REWARDS = (1.0, 0.0, 0.375, 0.75, 0.5)
 
 
 async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, Any]] | None = None) -> float | None:
-    """Has a session of the kind that the task's number names, and returns the reward of that number.
+    """Run a session of the kind that the task's number names, and return the reward of that number.
 
-    `replies` collects what it reads, with token ids and log-probabilities. From number 5 on: it raises after a turn; it
-    calls nothing; it returns no reward; it never ends.
+    `replies` collects the responses, with token ids and log-probabilities. From number 5 on, the agent raises after a
+    turn, makes no call, returns no reward, or never ends.
     """
     number = int(task["number"])
     client_of = CLIENTS.get(number) if replies is None else None
@@ -134,22 +134,22 @@ async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, 
                 replies.append(whole)
             return [*messages, {"role": "assistant", "content": reply["content"]}]
 
-        def said(text: str) -> dict[str, Any]:
+        def user_message(text: str) -> dict[str, Any]:
             return {"role": "user", "content": text}
 
         if number == 6:
             return 0.25
-        first = await ask([said(f"Task {number}.")], **({"max_tokens": 3} if number == 3 else {}))
+        first = await ask([user_message(f"Task {number}.")], **({"max_tokens": 3} if number == 3 else {}))
         if number == 5:
             raise RuntimeError("the agent failed")
         if number == 7:
             return None
         if number == 8:
             await asyncio.Event().wait()
-        second = await ask([*first, said("Go on.")])
+        second = await ask([*first, user_message("Go on.")])
         if number == 1:
-            await ask([*first, said("Another way.")])
-        await ask([*second, said("And?")], **({"max_tokens": 2} if number == 2 else {}))
+            await ask([*first, user_message("Another way.")])
+        await ask([*second, user_message("And?")], **({"max_tokens": 2} if number == 2 else {}))
     return REWARDS[number]
 
 
@@ -183,7 +183,7 @@ async def in_a_child_process(base_url: str, api_key: str, body: dict[str, Any]) 
 
 
 CLIENTS: dict[int, Callable[[str, str, dict[str, Any]], Awaitable[str]]] = {}
-"""By task number what `agent` calls the gateway with, in place of its own client."""
+"""By task number, the client that `agent` uses instead of its own."""
 
 THREE = {1: with_openai, 2: with_anthropic, 3: in_a_child_process}
 
@@ -192,19 +192,19 @@ THREE = {1: with_openai, 2: with_anthropic, 3: in_a_child_process}
 class NotedToken(Token):
     """A token of the ledger."""
 
-    given: float = 0.0
+    recorded_logprob: float = 0.0
 
     def logprob(self, temperature: float | None = None) -> float:
-        return self.given * self.temperature / (temperature or self.temperature)
+        return self.recorded_logprob * self.temperature / (temperature or self.temperature)
 
 
 def golden_of(calls: Sequence[Call], rewards: dict[str, float], temperature: float = 1.0) -> Golden:
-    """The sessions that a ledger stands for, by what follows on what; `rewards` are by session."""
+    """Build the sessions of a ledger from the prompts that continue earlier calls. `rewards` are by session."""
     sessions = []
     for name, reward in rewards.items():
         turns: list[GoldenTurn] = []
         whole: list[list[int]] = []
-        for call in (one for one in calls if one.session == name):
+        for call in (candidate for candidate in calls if candidate.session == name):
             before = [n for n, ids in enumerate(whole) if call.prompt[: len(ids)] == ids]
             parent = max(before, key=lambda n: len(whole[n])) if before else None
             added = call.prompt[0 if parent is None else len(whole[parent]) :]
@@ -240,7 +240,7 @@ class SkyRlClient:
 class TinkerClient:
     """`SamplingClient.sample` as tinker-cookbook 0.6.1 calls it.
 
-    It hears of no session, so the task's number in the prompt names it.
+    It gets no session id, so the task's number in the prompt names the session.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -250,12 +250,12 @@ class TinkerClient:
         ids = prompt.to_ints()
         call = self.ledger.sample(ids, sampling_params.max_tokens, self.ledger.task_of(ids))
         about = {"stop_reason": call.finish, "sequence_id": None}
-        one = SimpleNamespace(tokens=call.ids, logprobs=call.logprobs, **about)
-        return SimpleNamespace(sequences=[one], prompt_cache_hit_tokens=0)
+        sequence = SimpleNamespace(tokens=call.ids, logprobs=call.logprobs, **about)
+        return SimpleNamespace(sequences=[sequence], prompt_cache_hit_tokens=0)
 
 
-def one_at_a_time() -> Any:
-    """The agent for trainers that run several at once: one of them changes the weights of all."""
+def sequential_agent() -> Any:
+    """Return an agent that runs one at a time, for trainers that run several: a session changes the weights of all."""
     lock = asyncio.Lock()
 
     async def locked(base_url: str, api_key: str, task: Any) -> float | None:
@@ -266,7 +266,7 @@ def one_at_a_time() -> Any:
 
 
 def skyrl_rows(output: dict[str, Any], ledger: Ledger) -> tuple[list[Row], dict[str, float]]:
-    """Rows of a `GeneratorOutput`, and rewards by the session that a row's first tokens are of."""
+    """Return the rows of a `GeneratorOutput`, and the rewards by the session of each row's first tokens."""
     rows, rewards = [], {}
     columns = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards", "stop_reasons")
     for prompt, response, mask, logprobs, reward, reason in zip(*(output[name] for name in columns), strict=True):
@@ -275,32 +275,37 @@ def skyrl_rows(output: dict[str, Any], ledger: Ledger) -> tuple[list[Row], dict[
         before = [0] * len(prompt)
         row = Row([*prompt, *response], [*before, *mask], [*before, *logprobs], reward=reward)
         rows.append(replace(row, truncated=reason == "length"))
-        first = next(one for one in ledger.calls if row.token_ids[: len(one.prompt + one.ids)] == one.prompt + one.ids)
+        first = next(
+            call for call in ledger.calls if row.token_ids[: len(call.prompt + call.ids)] == call.prompt + call.ids
+        )
         rewards[first.session] = reward
     return rows, rewards
 
 
 def findings_of(golden: Golden, rows: Sequence[Row]) -> set[str]:
-    return {one.kind for one in findings(golden, rows)}
+    return {finding.kind for finding in findings(golden, rows)}
 
 
 def checked(golden: Golden, rows: Sequence[Row]) -> tuple[set[str], int, set[str]]:
-    """What is wrong with the rows, how many planted errors were noticed, and which were not.
+    """Return the findings in the rows, the number of planted errors that were noticed, and the names of the others.
 
-    What was planted without effect is neither.
+    Planted errors without effect count as neither.
     """
-    found = findings_of(golden, rows)
+    kinds = findings_of(golden, rows)
     placed, _ = place(golden, rows)
-    trained = [one for one in placed if one.trained]
+    trained = [row for row in placed if row.trained]
     noticed, unnoticed = 0, set()
     for error in ERRORS:
         wrong = error.plant(golden, trained)
-        changed = any(repr(_plain(one)) != repr(_plain(other.row)) for one, other in zip(wrong, trained, strict=True))
+        changed = any(
+            repr(_plain(changed_row)) != repr(_plain(other.row))
+            for changed_row, other in zip(wrong, trained, strict=True)
+        )
         if changed and error.kind not in findings_of(golden, wrong):
             unnoticed.add(error.name)
         elif changed:
             noticed += 1
-    return found, noticed, unnoticed
+    return kinds, noticed, unnoticed
 
 
 def _plain(row: Row) -> Any:
@@ -311,7 +316,7 @@ def _plain(row: Row) -> Any:
 
 @contextmanager
 def ledger_gateway() -> Iterator[str]:
-    """A gateway over the ledger's own engine; gives the URL."""
+    """Run a gateway over the ledger's engine and yield its URL."""
     ledger = LEDGER[-1]
 
     async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
@@ -326,7 +331,7 @@ def ledger_gateway() -> Iterator[str]:
 
 @asynccontextmanager
 async def vllm_server(ledger: Ledger) -> AsyncIterator[str]:
-    """VLLM's `/v1/models`, `/v1/completions` and `/inference/v1/generate` over a ledger; gives the URL."""
+    """VLLM's `/v1/models`, `/v1/completions` and `/inference/v1/generate` over a ledger; yields the URL."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": str(MODEL), "max_model_len": 500}]})
@@ -336,7 +341,7 @@ async def vllm_server(ledger: Ledger) -> AsyncIterator[str]:
         limit = asked["sampling_params"]["max_tokens"]
         call = ledger.sample(asked["token_ids"], limit, request.headers["X-Session-ID"])
         spans = [{"version": call.version, "start": 0, "end": len(call.ids)}]
-        logprobs = {"content": [{"logprob": one} for one in call.logprobs]}
+        logprobs = {"content": [{"logprob": logprob} for logprob in call.logprobs]}
         choice = {"token_ids": call.ids, "logprobs": logprobs, "finish_reason": call.finish, "weight_versions": spans}
         ledger.bodies.append(asked)
         return web.json_response({"choices": [choice]})

@@ -1,4 +1,4 @@
-"""Sessions that a scripted engine had through a real gateway, for tests of what becomes of them."""
+"""Sessions of a scripted engine through a real gateway, for tests that read their records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, StoredSession
 
 THOUGHT = "<think>\nI need the price of pears.\n</think>\n\n"
-ASKED = '<tool_call>\n{"name": "lookup", "arguments": {"item": "pears"}}\n</tool_call><|im_end|>'
-TOLD = "The answer is 12.<|im_end|>"
+TOOL_CALL = '<tool_call>\n{"name": "lookup", "arguments": {"item": "pears"}}\n</tool_call><|im_end|>'
+ANSWER = "The answer is 12.<|im_end|>"
 
 
 def user(text: str) -> dict[str, Any]:
@@ -32,9 +32,9 @@ def played(
     split: Sequence[int] = (),
     name: str = "s",
 ) -> StoredSession:
-    """A session of exchanges, each a new message and the completion it gets, control tokens spelled out.
+    """Record a session of exchanges: each is a new message and its completion, with control tokens spelled out.
 
-    The exchanges in `split` begin with their first letters one by one.
+    Completions of the exchanges in `split` begin with single-letter tokens.
     """
     engine = ScriptedEngine(renderer, [completion for _, completion in exchanges])
     messages: list[dict[str, Any]] = []

@@ -32,7 +32,7 @@ def ledger() -> Iterator[live.Ledger]:
 
 
 def reported(monkeypatch: pytest.MonkeyPatch, number: int, *, shift: int = 0, status: int = 200) -> list[Any]:
-    """The events of a rollout. A proxy may say that it sampled from another prompt, or answer with a status."""
+    """Return the events of a rollout. A proxy may report another prompt, or answer with a status."""
     events: list[Any] = []
     ledger = live.LEDGER[-1]
 
@@ -40,7 +40,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, number: int, *, shift: int = 0, st
         asked = await request.json()
         call = ledger.sample(asked["prompt"], asked["max_tokens"], request.match_info["rollout"])
         ledger.bodies.append(asked | {"key": request.headers["authorization"]})
-        ids = {"prompt_token_ids": [one + shift for one in call.prompt], "token_ids": call.ids}
+        ids = {"prompt_token_ids": [token_id + shift for token_id in call.prompt], "token_ids": call.ids}
         about = {"finish_reason": call.finish, "stop_reason": None, "logprobs": {"token_logprobs": call.logprobs}}
         return web.json_response({"choices": [ids | about]}, status=status)
 
@@ -56,8 +56,8 @@ def reported(monkeypatch: pytest.MonkeyPatch, number: int, *, shift: int = 0, st
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        given = {"AGL_OPENAI_BASE_URL": f"{url}/rollout/r1/attempt/0/v1", "AGL_EVENT_URL": f"{url}/events"}
-        for name, value in {**given, "AGL_KEY": "secret", "NUMBER": str(number)}.items():
+        variables = {"AGL_OPENAI_BASE_URL": f"{url}/rollout/r1/attempt/0/v1", "AGL_EVENT_URL": f"{url}/events"}
+        for name, value in {**variables, "AGL_KEY": "secret", "NUMBER": str(number)}.items():
             monkeypatch.setenv(name, value)
         try:
             await Rollout().run()
@@ -68,7 +68,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, number: int, *, shift: int = 0, st
     return events
 
 
-def test_the_proxy_is_asked_for_completions_of_ids_and_gets_the_reward(
+def test_proxy_receives_completion_requests_and_the_reward(
     ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = live.KINDS.index("truncated inside")
@@ -76,17 +76,17 @@ def test_the_proxy_is_asked_for_completions_of_ids_and_gets_the_reward(
         {"event_type": "reward", "data": {"value": live.REWARDS[number], "source": "agent"}}
     ]
     first, second, third = ledger.calls
-    # Each prompt begins with what was sampled, so the trainer sees one trajectory.
+    # Each prompt begins with the sampled ids, so the trainer sees a single trajectory.
     assert second.prompt[: len(first.prompt + first.ids)] == first.prompt + first.ids
     assert third.prompt[: len(second.prompt + second.ids)] == second.prompt + second.ids
     assert {(body["key"], body["temperature"]) for body in ledger.bodies} == {("Bearer secret", 1.0)}
 
 
-def test_an_agent_without_reward_reports_none(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_without_reward_reports_none(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reported(monkeypatch, 7) == []
 
 
-def test_what_the_agent_raises_ends_the_rollout(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_error_ends_the_rollout(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="the agent failed"):
         reported(monkeypatch, 5)
 
@@ -97,7 +97,7 @@ def test_a_completion_of_another_prompt_is_refused(ledger: live.Ledger, monkeypa
 
 
 @pytest.mark.parametrize(("status", "answered"), [(429, 503), (500, 503), (400, 502)])
-def test_only_a_call_that_can_succeed_later_is_worth_a_retry(
+def test_only_retryable_errors_are_retried(
     ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch, status: int, answered: int
 ) -> None:
     with pytest.raises(httpx2.HTTPStatusError, match=str(answered)) as refused:

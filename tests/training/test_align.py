@@ -24,14 +24,14 @@ TEXTS = [
 
 
 def reference(left: list[Piece], right: list[Piece]) -> tuple[list[int], list[int], list[int]]:
-    """Spans by sets of boundaries, looked through one by one: quadratic and obvious."""
+    """Compute spans by comparing each boundary with each other: quadratic and obvious."""
 
     def ends(side: list[Piece]) -> list[int]:
-        at, found = 0, []
+        at, boundary = 0, []
         for piece in side:
             at += len(piece) if isinstance(piece, bytes) else 0
-            found.append(at)
-        return found
+            boundary.append(at)
+        return boundary
 
     def boundaries(side: list[Piece]) -> set[int]:
         return {end for piece, end in zip(side, ends(side), strict=True) if isinstance(piece, bytes)}
@@ -39,15 +39,15 @@ def reference(left: list[Piece], right: list[Piece]) -> tuple[list[int], list[in
     common = sorted((boundaries(left) & boundaries(right)) - {0})
 
     def index(side: list[Piece]) -> list[int]:
-        found = []
+        boundaries = []
         for piece, end in zip(side, ends(side), strict=True):
             if isinstance(piece, str) or not common:
-                found.append(-1)
+                boundaries.append(-1)
                 continue
             start = end - len(piece)
-            behind = [n for n, boundary in enumerate(common) if boundary > start]
-            found.append(behind[0] if behind else len(common) - 1)
-        return found
+            later = [n for n, boundary in enumerate(common) if boundary > start]
+            boundaries.append(later[0] if later else len(common) - 1)
+        return boundaries
 
     return index(left), index(right), common
 
@@ -60,29 +60,29 @@ def sides(draw: st.DrawFn) -> tuple[list[Piece], list[Piece]]:
     def side() -> list[Piece]:
         cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
         bounds = [0, *cuts, len(text)]
-        found: list[Piece] = [text[a:b] for a, b in pairwise(bounds)]
+        pieces: list[Piece] = [text[a:b] for a, b in pairwise(bounds)]
         for name in draw(st.lists(st.sampled_from(["", "eos", "bos"]), max_size=3)):
-            found.insert(draw(st.integers(0, len(found))), name)
-        return found
+            pieces.insert(draw(st.integers(0, len(pieces))), name)
+        return pieces
 
     return side(), side()
 
 
 @given(sides())
-def test_spans_are_those_of_the_slow_reference(both: tuple[list[Piece], list[Piece]]) -> None:
+def test_spans_match_the_slow_reference(both: tuple[list[Piece], list[Piece]]) -> None:
     left, right = both
-    found = align(left, right)
-    assert (found.left.tolist(), found.right.tolist(), found.ends.tolist()) == reference(left, right)
+    alignment = align(left, right)
+    assert (alignment.left.tolist(), alignment.right.tolist(), alignment.ends.tolist()) == reference(left, right)
 
 
 @given(sides())
 def test_each_span_spells_the_same_bytes_on_both_sides(both: tuple[list[Piece], list[Piece]]) -> None:
     left, right = both
-    found = align(left, right)
+    alignment = align(left, right)
     start = 0
     text = b"".join(piece for piece in left if isinstance(piece, bytes))
-    for n, end in enumerate(found.ends.tolist()):
-        for side, index in ((left, found.left), (right, found.right)):
+    for n, end in enumerate(alignment.ends.tolist()):
+        for side, index in ((left, alignment.left), (right, alignment.right)):
             spelled = [side[at] for at in np.flatnonzero(index == n)]
             assert b"".join(piece for piece in spelled if isinstance(piece, bytes)) == text[start:end]
         start = end
@@ -90,19 +90,17 @@ def test_each_span_spells_the_same_bytes_on_both_sides(both: tuple[list[Piece], 
 
 
 @given(sides(), st.data())
-def test_the_sums_of_spans_add_up_to_all_but_the_special_tokens(
-    both: tuple[list[Piece], list[Piece]], data: st.DataObject
-) -> None:
+def test_span_sums_cover_all_but_special_tokens(both: tuple[list[Piece], list[Piece]], data: st.DataObject) -> None:
     left, right = both
-    found = align(left, right)
+    alignment = align(left, right)
     values = data.draw(st.lists(st.integers(-1000, 0), min_size=len(left), max_size=len(left)))
-    if len(found.ends):
+    if len(alignment.ends):
         kept = sum(value for value, piece in zip(values, left, strict=True) if isinstance(piece, bytes))
-        assert found.left_sums(values).sum() == kept
+        assert alignment.left_sums(values).sum() == kept
 
 
 @given(sides())
-def test_pairs_have_one_name_and_stand_at_one_byte(both: tuple[list[Piece], list[Piece]]) -> None:
+def test_paired_tokens_have_equal_names_and_offsets(both: tuple[list[Piece], list[Piece]]) -> None:
     def place(side: list[Piece], at: int) -> int:
         return sum(len(piece) for piece in side[:at] if isinstance(piece, bytes))
 
@@ -113,33 +111,33 @@ def test_pairs_have_one_name_and_stand_at_one_byte(both: tuple[list[Piece], list
     assert len({pair.left for pair in pairs}) == len({pair.right for pair in pairs}) == len(pairs)
 
 
-def test_special_tokens_are_paired_by_name_and_lie_in_no_span() -> None:
-    found = align(["bos", b"a", "eos", ""], [b"a", "eos"])
-    assert (found.left.tolist(), found.right.tolist()) == ([-1, 0, -1, -1], [0, -1])
-    assert found.pairs == (NamedPair("eos", 2, 1),)
+def test_special_tokens_are_paired_by_name_and_outside_spans() -> None:
+    alignment = align(["bos", b"a", "eos", ""], [b"a", "eos"])
+    assert (alignment.left.tolist(), alignment.right.tolist()) == ([-1, 0, -1, -1], [0, -1])
+    assert alignment.pairs == (NamedPair("eos", 2, 1),)
 
 
 def test_a_special_token_within_a_span_interrupts_it() -> None:
-    found = align([b"He", "", b"llo", b"!"], [b"Hello", b"!"])
-    assert found.interrupted.tolist() == [True, False]
-    assert found.chunk_mask().tolist() == [False, True]
+    alignment = align([b"He", "", b"llo", b"!"], [b"Hello", b"!"])
+    assert alignment.interrupted.tolist() == [True, False]
+    assert alignment.chunk_mask().tolist() == [False, True]
 
 
-def test_a_chunk_mask_takes_spans_whose_tokens_are_all_trained_and_few_enough() -> None:
-    found = align([b"a", b"b", b"c", b"d", b"e"], [b"ab", b"c", b"de"])
-    assert found.chunk_mask([1, 0, 1, 1, 1]).tolist() == [False, True, True]
-    assert found.chunk_mask(right_mask=[1, 0, 1]).tolist() == [True, False, True]
-    assert found.chunk_mask(max_tokens=1).tolist() == [False, True, False]
+def test_chunk_mask_selects_short_fully_trained_spans() -> None:
+    alignment = align([b"a", b"b", b"c", b"d", b"e"], [b"ab", b"c", b"de"])
+    assert alignment.chunk_mask([1, 0, 1, 1, 1]).tolist() == [False, True, True]
+    assert alignment.chunk_mask(right_mask=[1, 0, 1]).tolist() == [True, False, True]
+    assert alignment.chunk_mask(max_tokens=1).tolist() == [False, True, False]
 
 
-def test_other_bytes_are_refused_with_their_offset() -> None:
+def test_different_bytes_are_refused_with_their_offset() -> None:
     with pytest.raises(InvalidRequest, match="from byte 2 on"):
         align([b"abc"], [b"ab", b"d"])
     with pytest.raises(InvalidRequest, match="byte 3 on"):
         align([b"abc"], [b"abcd"])
 
 
-def test_values_for_other_tokens_are_refused() -> None:
+def test_values_of_wrong_length_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="one value per token"):
         align([b"ab"], [b"a", b"b"]).left_sums([1.0, 2.0])
 
@@ -162,17 +160,17 @@ def aligned(left: str, right: str, text: str) -> Alignment:
 )
 def test_tokenizers_of_every_kind_align_over_all_bytes(left: str, right: str) -> None:
     for text in TEXTS:
-        found = aligned(left, right, text)
-        assert (found.ends[-1] if len(found.ends) else 0) == len(text.encode())
-        assert (found.left >= 0).all()
-        assert (found.right >= 0).all()
+        alignment = aligned(left, right, text)
+        assert (alignment.ends[-1] if len(alignment.ends) else 0) == len(text.encode())
+        assert (alignment.left >= 0).all()
+        assert (alignment.right >= 0).all()
 
 
-def test_a_character_that_both_sides_cut_elsewhere_is_one_span() -> None:
+def test_character_split_differently_on_both_sides_is_a_single_span() -> None:
     assert align([b"\xf0", b"\x9f\xab\xa0"], [b"\xf0\x9f", b"\xab\xa0"]).ends.tolist() == [4]
 
 
-def test_a_space_that_is_the_text_s_own_is_kept_if_said() -> None:
+def test_leading_space_of_the_text_is_kept_on_request() -> None:
     tokenizer = load_tokenizer("mistral_v3_spm")
     ids = tokenizer.encode_marked(" x").ids
     assert ids == tokenizer.encode_marked("x").ids
@@ -180,13 +178,13 @@ def test_a_space_that_is_the_text_s_own_is_kept_if_said() -> None:
     assert pieces(tokenizer, ids, keep_space=True) == [b" x"]
 
 
-def test_half_a_character_aligns_too() -> None:
+def test_partial_characters_align() -> None:
     left = load_tokenizer("qwen3")
-    found = align(pieces(left, left.encode_plain("\U0001fae0")[:-1]), [b"\xf0", b"\x9f\xab"])
-    assert found.ends.tolist() == [3]
+    alignment = align(pieces(left, left.encode_plain("\U0001fae0")[:-1]), [b"\xf0", b"\x9f\xab"])
+    assert alignment.ends.tolist() == [3]
 
 
-def test_control_tokens_get_the_names_that_they_are_given() -> None:
+def test_control_tokens_get_the_passed_names() -> None:
     qwen, llama = load_tokenizer("qwen3"), load_tokenizer("llama3")
     left = pieces(qwen, qwen.encode_plain("Hi<|im_end|>"), {qwen.encode_plain("<|im_end|>")[0]: "end of turn"})
     right = pieces(llama, llama.encode_plain("Hi<|eot_id|>"), {llama.encode_plain("<|eot_id|>")[0]: "end of turn"})

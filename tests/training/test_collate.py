@@ -20,7 +20,7 @@ EOS = 2
 
 
 def make_sample(number: int, tokens: int, **changes: Any) -> Sample:
-    """Half prompt, half sampled, of which the last token is the end of the sequence."""
+    """Make a sample, half prompt and half sampled, that ends with EOS."""
     ids = np.arange(3, 3 + tokens, dtype=np.int32)
     ids[-1] = EOS
     (sample,) = assemble([make_trajectory(number, tokens, token_ids=ids)]).samples
@@ -28,12 +28,12 @@ def make_sample(number: int, tokens: int, **changes: Any) -> Sample:
 
 
 def both(samples: list[Sample], **arguments: Any) -> list[Batch]:
-    given: dict[str, Any] = {"pad_id": EOS, "vocab_size": 100, **arguments}
+    settings: dict[str, Any] = {"pad_id": EOS, "vocab_size": 100, **arguments}
     return [
-        padded(samples, **given),
-        padded(samples, side="left", **given),
-        packed(samples, **given),
-        packed(samples, length=12, **given),
+        padded(samples, **settings),
+        padded(samples, side="left", **settings),
+        packed(samples, **settings),
+        packed(samples, length=12, **settings),
     ]
 
 
@@ -47,7 +47,7 @@ def test_rows_are_padded_on_either_side() -> None:
     assert left.places.tolist() == [[0, 2, 6], [1, 0, 6]]
 
 
-def test_packed_samples_have_positions_segments_and_boundaries_of_their_own() -> None:
+def test_packed_samples_have_separate_positions_segments_and_boundaries() -> None:
     batch = packed([make_sample(0, 4), make_sample(1, 6)], pad_id=EOS, vocab_size=100, multiple=8)
     assert batch.input_ids.tolist() == [[3, 4, 5, 2, 3, 4, 5, 6, 7, 2, 2, 2, 2, 2, 2, 2]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 0, 0, 0, 0, 0]]
@@ -55,13 +55,13 @@ def test_packed_samples_have_positions_segments_and_boundaries_of_their_own() ->
     assert batch.cu_seqlens.tolist() == [0, 4, 10, 16]
 
 
-def test_rows_of_a_given_length_hold_as_many_samples_as_fit() -> None:
+def test_rows_of_fixed_length_hold_as_many_samples_as_fit() -> None:
     batch = packed([make_sample(n, size) for n, size in enumerate([4, 8, 6, 4])], pad_id=0, vocab_size=100, length=12)
     assert batch.places.tolist() == [[0, 8, 12], [0, 0, 8], [1, 0, 6], [1, 6, 10]]
     assert batch.cu_seqlens.tolist() == [0, 8, 12, 18, 22, 24]
 
 
-def test_the_end_is_trained_and_padding_is_not_though_they_have_the_same_id() -> None:
+def test_eos_is_trained_and_padding_with_the_same_id_is_not() -> None:
     samples = [make_sample(0, 4), make_sample(1, 6), make_sample(2, 10)]
     for batch in both(samples):
         for (row, _, end), sample in zip(batch.places.tolist(), samples, strict=True):
@@ -76,7 +76,7 @@ def test_the_end_is_trained_and_padding_is_not_though_they_have_the_same_id() ->
         assert batch.loss_mask.sum() == sum(sample.loss_mask.sum() for sample in samples)
 
 
-def test_shifted_arrays_are_about_the_next_token() -> None:
+def test_shifted_arrays_describe_the_next_token() -> None:
     sample = with_column(make_sample(0, 6), "advantages", [0.5])
     shifted = padded([sample], pad_id=0, vocab_size=100).shifted()
     assert shifted["target_ids"].tolist() == [[4, 5, 6, 7, 2]]
@@ -95,7 +95,7 @@ def test_weight_versions_are_per_token() -> None:
     assert batch.weight_versions.tolist() == [[-1, -1, 0, 1], [-1, -1, 1, 1]]
 
 
-def test_payloads_and_what_is_known_of_them_stand_at_their_tokens() -> None:
+def test_payloads_and_their_masks_align_with_tokens() -> None:
     rows = TokenRows(np.arange(8, dtype=np.uint8).reshape(4, 2), np.array([True, True, True, False]))
     batch = padded([make_sample(0, 4, payloads={"experts": rows}), make_sample(1, 6)], pad_id=0, vocab_size=100)
     assert batch.payloads["experts"].rows.shape == (2, 6, 2)
@@ -109,7 +109,7 @@ def test_rewards_and_groups_are_per_sample() -> None:
     assert batch.groups == ("a", None)
 
 
-def test_a_length_is_kept_exactly_and_a_multiple_is_rounded_up_to() -> None:
+def test_fixed_length_is_exact_and_multiples_round_up() -> None:
     assert padded([make_sample(0, 5)], pad_id=0, vocab_size=100, multiple=8).input_ids.shape == (1, 8)
     assert padded([make_sample(0, 5)], pad_id=0, vocab_size=100, length=16, multiple=8).input_ids.shape == (1, 16)
 
@@ -119,7 +119,7 @@ FIRST_TRAINED.loss_mask[0] = True
 
 
 @pytest.mark.parametrize(
-    ("samples", "arguments", "told"),
+    ("samples", "arguments", "message"),
     [
         ([], {}, "no sample"),
         ([make_sample(0, 4)], {"pad_id": 100}, "padding id 100"),
@@ -134,21 +134,21 @@ FIRST_TRAINED.loss_mask[0] = True
         ([with_column(make_sample(0, 4), "x", [0, 0, np.nan, 1])], {}, "column 'x' has no value for 1 trained"),
     ],
 )
-def test_what_would_train_the_wrong_thing_is_refused(
-    samples: list[Sample], arguments: dict[str, Any], told: str
+def test_batches_that_would_train_wrongly_are_refused(
+    samples: list[Sample], arguments: dict[str, Any], message: str
 ) -> None:
     for make in (padded, packed):
-        with pytest.raises(InvalidRequest, match=told):
+        with pytest.raises(InvalidRequest, match=message):
             make(samples, **{"pad_id": 0, "vocab_size": 100, **arguments})
 
 
-def test_a_missing_value_of_a_token_that_is_not_trained_is_no_matter() -> None:
+def test_missing_values_of_untrained_tokens_are_accepted() -> None:
     sample = with_column(make_sample(0, 4), "x", [np.nan, 0, 1, 1])
     assert padded([sample], pad_id=0, vocab_size=100).columns["x"][0, 2:].tolist() == [1, 1]
 
 
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=8), st.sampled_from([1, 4]))
-def test_every_token_of_every_sample_is_found_at_its_place(sizes: list[int], multiple: int) -> None:
+def test_every_token_of_every_sample_is_at_its_position(sizes: list[int], multiple: int) -> None:
     samples = [make_sample(n, size) for n, size in enumerate(sizes)]
     for batch in both(samples, multiple=multiple):
         seen = np.zeros(batch.input_ids.shape, int)
@@ -165,7 +165,7 @@ def test_every_token_of_every_sample_is_found_at_its_place(sizes: list[int], mul
 
 
 def logprobs_of(batch: Batch, model: Any) -> list[np.ndarray[Any, Any]]:
-    """Per sample the model's logprobs of its trained tokens, with attention kept inside segments."""
+    """Return the model's logprobs of each sample's trained tokens, with attention kept inside segments."""
     arrays = to_torch(batch.arrays())
     segments = arrays["segment_ids"]
     length = segments.shape[1]
@@ -175,14 +175,14 @@ def logprobs_of(batch: Batch, model: Any) -> list[np.ndarray[Any, Any]]:
             input_ids=arrays["input_ids"], attention_mask=allowed[:, None], position_ids=arrays["position_ids"]
         ).logits
     shifted = to_torch(batch.shifted())
-    found = logits[:, :-1].log_softmax(-1).gather(-1, shifted["target_ids"][..., None])[..., 0]
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, shifted["target_ids"][..., None])[..., 0]
     return [
-        found[row, start : end - 1][shifted["loss_mask"][row, start : end - 1]].numpy()
+        logprobs[row, start : end - 1][shifted["loss_mask"][row, start : end - 1]].numpy()
         for row, start, end in batch.places.tolist()
     ]
 
 
-def test_a_model_sees_the_same_samples_in_every_layout(model_dir: Path) -> None:
+def test_model_output_is_equal_in_every_layout(model_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa").eval()
@@ -190,5 +190,5 @@ def test_a_model_sees_the_same_samples_in_every_layout(model_dir: Path) -> None:
         logprobs_of(batch, model) for batch in both([make_sample(n, size) for n, size in enumerate([4, 10, 6])])
     ]
     for other in others:
-        for expected, found in zip(first, other, strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-4)
+        for expected, actual in zip(first, other, strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-4)

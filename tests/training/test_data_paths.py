@@ -1,7 +1,7 @@
 """The conformance kit against every exporter, file and batch of ours.
 
-What fails today stands in `KNOWN` with its cause, as strict expected failures: a cause that is mended, or another
-finding, fails here until the entry goes.
+`KNOWN` lists today's failures with their causes, as strict expected failures: a fixed cause or another finding fails
+here until the entry is removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokentape.training import exports
 from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample
 
-# The other one imports TRL, so it is run where that is imported anyway: test_trl_async.py.
+# `trl_asynchronous` imports TRL, so test_trl_async.py, which imports it anyway, tests it.
 NAMES = [name for name in PATHS if name != "TRL asynchronous"]
 
 GROUP = "it averages over all samples of a group, so a forked session counts more than once"
@@ -35,7 +35,7 @@ for forked in ("forked", "groups of unequal branches"):
 
 
 class KnownFailure(Exception):
-    """Exactly what `KNOWN` names was found."""
+    """Check that the findings are exactly those in `KNOWN`."""
 
 
 @cache
@@ -59,11 +59,11 @@ def report(name: str) -> ConformanceReport:
     ],
 )
 def test_golden_sessions_reach_the_loss(name: str, golden: str) -> None:
-    found = report(name).goldens[golden]
+    finding_list = report(name).goldens[golden]
     kinds, cause = KNOWN.get((name, golden), (set(), ""))
-    if kinds and {one.kind for one in found} == kinds:
+    if kinds and {finding.kind for finding in finding_list} == kinds:
         raise KnownFailure(cause)
-    assert found == []
+    assert finding_list == []
 
 
 @pytest.mark.sampled(8)
@@ -86,17 +86,17 @@ NEEDS = {
     ("weight_versions",): {"one weight version for a row"},
     ("temperature",): {"another temperature named"},
 }
-"""Which errors can't be planted where a trainer has none of these fields."""
+"""Errors that can't be planted if a trainer has none of these fields."""
 
 HIDDEN = {
     "verl DataProto": {"siblings counted as sessions", "group's mean over samples"},
     "NeMo-RL": {"siblings counted as sessions", "group's mean over samples"},
 }
-"""Which errors a known failure hides."""
+"""Errors that a known failure hides."""
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_error_is_planted_that_a_trainer_s_fields_have_room_for(name: str) -> None:
+def test_every_error_that_fits_the_trainer_s_fields_is_planted(name: str) -> None:
     made = report(name)
     without = [errors for needed, errors in NEEDS.items() if {*needed} <= {*made.not_given}]
     expected = set[str]().union(HIDDEN.get(name, set()), *without)
@@ -113,16 +113,18 @@ def split_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def mask_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
     right = exports.trl_rollouts
 
-    def inverted(given: Sequence[Sample]) -> dict[str, Any]:
-        fields = right(given)
-        return fields | {"env_mask": [[1 - one for one in mask] for mask in fields["env_mask"]]}
+    def inverted(samples: Sequence[Sample]) -> dict[str, Any]:
+        fields = right(samples)
+        return fields | {"env_mask": [[1 - bit for bit in mask] for mask in fields["env_mask"]]}
 
     monkeypatch.setattr(exports, "trl_rollouts", inverted)
 
 
 def siblings_in_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_samples(samples: Sequence[Sample]) -> list[Sample]:
-        return group_advantages([replace(one, session_id=f"{one.session_id} {one.leaf}") for one in samples])
+        return group_advantages(
+            [replace(sample, session_id=f"{sample.session_id} {sample.leaf}") for sample in samples]
+        )
 
     monkeypatch.setattr(data_paths, "group_advantages", of_samples)
 
@@ -130,8 +132,8 @@ def siblings_in_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def logprobs_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     right = samples._sample
 
-    def moved(*given: Any) -> Sample:
-        sample = right(*given)
+    def moved(*arguments: Any) -> Sample:
+        sample = right(*arguments)
         return replace(sample, logprobs=np.append(sample.logprobs[1:], np.float32(0)))
 
     monkeypatch.setattr(samples, "_sample", moved)
@@ -149,8 +151,8 @@ def logprobs_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         (logprobs_moved, "packed in rows", "exact", "logprobs shifted"),
     ],
 )
-def test_an_error_planted_in_our_own_code_is_found(
+def test_error_planted_in_our_code_is_reported(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], name: str, golden: str, kind: str
 ) -> None:
     plant(monkeypatch)
-    assert kind in {one.kind for one in check_samples(PATHS[name]).goldens[golden]}
+    assert kind in {finding.kind for finding in check_samples(PATHS[name]).goldens[golden]}

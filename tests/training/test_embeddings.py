@@ -1,4 +1,4 @@
-"""First embeddings, by hand where the answer is known, and in the tiny model."""
+"""Initial embeddings: computed by hand, and in the tiny model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def training(model_dir: Path) -> TrainingTokenizer:
 
 def test_the_mean_is_over_the_old_tokens_of_the_text(model_dir: Path) -> None:
     serving = Tokenizer.load(model_dir)
-    (one,) = pieces_of(serving, ["unbelievable pears"])
-    assert list(one.ids) == serving.encode_plain("unbelievable pears")
-    assert sum(one.lengths) == len("unbelievable pears")
+    (batch,) = pieces_of(serving, ["unbelievable pears"])
+    assert list(batch.ids) == serving.encode_plain("unbelievable pears")
+    assert sum(batch.lengths) == len("unbelievable pears")
     assert mean_of_pieces(OLD, [Pieces((0, 3), (1, 1))]).tolist() == [[2, 2]]
 
 
@@ -42,8 +42,8 @@ def test_an_empty_text_is_refused(model_dir: Path) -> None:
         pieces_of(Tokenizer.load(model_dir), [""])
 
 
-def test_pieces_that_are_alike_and_long_weigh_more() -> None:
-    """Scores of the local estimate worked out by hand: (likeness + share of length) / 2, softmax over 0.5."""
+def test_similar_and_long_pieces_weigh_more() -> None:
+    """Scores of the local estimate worked out by hand: (similarity + share of length) / 2, softmax over 0.5."""
     auxiliary = Auxiliary(np.array([[1.0, 0.0]]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]))
     made = token_adapt(OLD, [Pieces((0, 1), (3, 1))], auxiliary, global_weight=0, temperature=0.5)
     scores = np.array([(1 + 0.75) / 2, (0 + 0.25) / 2]) / 0.5
@@ -62,7 +62,7 @@ def test_an_auxiliary_space_of_other_tokens_is_refused() -> None:
         token_adapt(OLD, [Pieces((0,), (1,))], Auxiliary(OLD, OLD))
 
 
-def test_estimates_lie_within_what_they_are_made_of() -> None:
+def test_estimates_lie_within_the_range_of_their_inputs() -> None:
     made = token_adapt(OLD, [Pieces((0, 1, 3), (1, 2, 3)), Pieces((2,), (1,))])
     assert (made >= OLD.min(axis=0) - 1e-6).all()
     assert (made <= OLD.max(axis=0) + 1e-6).all()
@@ -87,7 +87,7 @@ def test_old_rows_stay_bit_for_bit_and_padding_is_zero(training: TrainingTokeniz
     assert not made[training.pad_id].any()
 
 
-def test_rows_that_do_not_fit_the_blocks_are_refused(training: TrainingTokenizer) -> None:
+def test_row_counts_that_do_not_match_the_blocks_are_refused(training: TrainingTokenizer) -> None:
     old = np.zeros((4000, 8), np.float32)
     with pytest.raises(InvalidRequest, match="but `rows` has none"):
         enlarged(old, training, {})
@@ -99,7 +99,7 @@ def test_rows_that_do_not_fit_the_blocks_are_refused(training: TrainingTokenizer
         enlarged(np.zeros((5000, 8), np.float32), training, {"item": old[:2]})
 
 
-def test_an_enlarged_model_says_the_same_of_old_tokens(model_dir: Path, training: TrainingTokenizer) -> None:
+def test_enlarged_model_keeps_the_logits_of_old_tokens(model_dir: Path, training: TrainingTokenizer) -> None:
     import torch
 
     from tokentape.engines._loading import load_model

@@ -1,4 +1,4 @@
-"""Routed experts in what trainers get, each as the trainer reads it."""
+"""Routed experts in the exports, as each trainer reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, TOP_K = 3, 2
 
 
 def routed(sample: Sample, *, flat: bool = False, unknown: int | None = None) -> Sample:
-    """Return the sample with other experts for each token, layer and place, but none for its last token."""
+    """Return the sample with different experts for each token, layer and slot, and none for its last token."""
     tokens = len(sample.token_ids)
     rows = np.arange(tokens * LAYERS * TOP_K, dtype=np.uint8).reshape(tokens, LAYERS, TOP_K)
     known = np.arange(tokens) < tokens - 1
@@ -31,27 +31,27 @@ def routed(sample: Sample, *, flat: bool = False, unknown: int | None = None) ->
 
 @pytest.fixture
 def samples() -> list[Sample]:
-    return [routed(one) for one in two_branches()]
+    return [routed(sample) for sample in two_branches()]
 
 
 def expected(sample: Sample) -> Any:
-    """All rows but the last token's."""
+    """Return all rows except the last token's."""
     return np.arange((len(sample.token_ids) - 1) * LAYERS * TOP_K).reshape(-1, LAYERS, TOP_K)
 
 
 def test_verl_gets_rows_up_to_the_end_of_a_response_that_is_cut(samples: list[Sample]) -> None:
-    for one in samples:
-        np.testing.assert_array_equal(exports.verl_agent_loop_output(one)["routed_experts"], expected(one))
-        cut = exports.verl_agent_loop_output(one, response_length=2)
+    for sample in samples:
+        np.testing.assert_array_equal(exports.verl_agent_loop_output(sample)["routed_experts"], expected(sample))
+        cut = exports.verl_agent_loop_output(sample, response_length=2)
         assert len(cut["routed_experts"]) == len(cut["prompt_ids"]) + len(cut["response_ids"])
 
 
-def test_slime_gets_a_row_for_each_token_but_the_last(samples: list[Sample]) -> None:
-    for one in samples:
-        np.testing.assert_array_equal(exports.slime_sample(one, 0, 0)["rollout_routed_experts"], expected(one))
+def test_slime_gets_a_row_for_each_token_except_the_last(samples: list[Sample]) -> None:
+    for sample in samples:
+        np.testing.assert_array_equal(exports.slime_sample(sample, 0, 0)["rollout_routed_experts"], expected(sample))
 
 
-def test_rows_of_sglang_are_taken_apart_by_the_number_of_layers() -> None:
+def test_rows_of_sglang_are_split_by_the_number_of_layers() -> None:
     sample = routed(two_branches()[0], flat=True)
     assert exports.slime_sample(sample, 0, 0)["rollout_routed_experts"].shape[1:] == (LAYERS * TOP_K,)
     rows = exports.slime_sample(sample, 0, 0, expert_layers=LAYERS)["rollout_routed_experts"]
@@ -59,31 +59,31 @@ def test_rows_of_sglang_are_taken_apart_by_the_number_of_layers() -> None:
 
 
 def test_skyrl_gets_an_array_for_each_sample(samples: list[Sample]) -> None:
-    found = exports.skyrl_generator_output(samples)["rollout_expert_indices"]
-    for one, rows in zip(samples, found, strict=True):
-        np.testing.assert_array_equal(rows, expected(one))
+    indices = exports.skyrl_generator_output(samples)["rollout_expert_indices"]
+    for sample, rows in zip(samples, indices, strict=True):
+        np.testing.assert_array_equal(rows, expected(sample))
 
 
-def test_skyrl_refuses_a_batch_of_which_only_some_have_experts(samples: list[Sample]) -> None:
+def test_skyrl_refuses_a_batch_where_only_some_samples_have_experts(samples: list[Sample]) -> None:
     with pytest.raises(InvalidRequest, match="1 of 2 samples have routed experts"):
         exports.skyrl_generator_output([samples[0], replace(samples[1], payloads={})])
 
 
 def test_prime_rl_gets_bytes_with_a_row_for_every_token(samples: list[Sample]) -> None:
-    for one in samples:
-        with_advantages = replace(one, columns={"advantages": np.ones(len(one.token_ids), np.float32)})
-        found = exports.prime_rl_training_sample(with_advantages, "maths")["routed_experts"]
-        rows = np.frombuffer(found["data"], found["dtype"]).reshape(found["shape"])
-        np.testing.assert_array_equal(rows[:-1], expected(one))
-        assert len(rows) == len(one.token_ids)
+    for sample in samples:
+        with_advantages = replace(sample, columns={"advantages": np.ones(len(sample.token_ids), np.float32)})
+        experts = exports.prime_rl_training_sample(with_advantages, "maths")["routed_experts"]
+        rows = np.frombuffer(experts["data"], experts["dtype"]).reshape(experts["shape"])
+        np.testing.assert_array_equal(rows[:-1], expected(sample))
+        assert len(rows) == len(sample.token_ids)
 
 
 def test_nemo_rl_gets_each_message_s_rows_and_routes_the_last_token_itself(samples: list[Sample]) -> None:
-    for one in samples:
-        log = exports.nemo_rl_datum(one, 0, tensors=False)["message_log"]
+    for sample in samples:
+        log = exports.nemo_rl_datum(sample, 0, tensors=False)["message_log"]
         assert [len(message["routed_experts"]) for message in log] == [len(message["token_ids"]) for message in log]
         rows = np.concatenate([message["routed_experts"] for message in log])
-        np.testing.assert_array_equal(rows[:-1], expected(one))
+        np.testing.assert_array_equal(rows[:-1], expected(sample))
         assert (rows[-1] == -1).all()
 
 
@@ -99,6 +99,6 @@ def test_a_token_without_experts_within_a_sample_is_refused() -> None:
         exports.slime_sample(sample, 0, 0)
 
 
-def test_without_recorded_experts_no_trainer_gets_a_field() -> None:
+def test_without_recorded_experts_exports_have_no_experts_field() -> None:
     for trainer in ("verl", "slime", "skyrl", "nemo-rl"):
         assert not any("expert" in name for row in trainer_rows(trainer, two_branches()) for name in row)

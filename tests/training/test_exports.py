@@ -1,4 +1,4 @@
-"""Exports, against the lists of fields, and against the trainers' own classes where an interpreter has those."""
+"""Exports, compared with the lists of fields, and with the trainers' classes in interpreters that have them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.session.builders import assistant as said
-from tests.session.builders import make_turn, user
+from tests.session.builders import assistant, make_turn, user
 from tests.training.interpreters import answered
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -27,19 +26,20 @@ def two_branches() -> list[Sample]:
     session = Session(
         SessionInfo("s", 0.0, {"task": 7}),
         [
-            make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3, 4]),
-            make_turn(1, 0, [user("b")], said("B"), added=[5], completion=[6, 7]),
-            make_turn(2, 0, [user("c")], said("C"), added=[8], completion=[9], fork="branched"),
+            make_turn(0, None, [user("a")], assistant("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, [user("b")], assistant("B"), added=[5], completion=[6, 7]),
+            make_turn(2, 0, [user("c")], assistant("C"), added=[8], completion=[9], fork="branched"),
         ],
     )
     rewards = [Reward("s", None, 1.0, 0.0), Reward("s", 0, 0.25, 0.0)]
     return [
-        with_column(one, "advantages", 0.5) for one in assemble(trajectories(session, rewards), group="task").samples
+        with_column(sample, "advantages", 0.5)
+        for sample in assemble(trajectories(session, rewards), group="task").samples
     ]
 
 
 def ended(reason: FinishReason | None) -> Sample:
-    """The first of them, its last turn ended by `reason`."""
+    """Return the first branch, with its last turn ended by `reason`."""
     return replace(two_branches()[0], finish_reasons=("stop", reason))
 
 
@@ -63,17 +63,17 @@ def test_verl_s_agent_loop_gets_prompt_response_and_mask() -> None:
     assert (extra["min_global_steps"], extra["max_global_steps"], extra["reward_extra_info"]) == (1, 1, {})
 
 
-def test_verl_s_agent_loop_gets_the_steps_of_the_weights_that_sampled_what_is_trained() -> None:
-    one = replace(two_branches()[0], weight_spans=((2, 3, "7"), (3, 4, "9"), (5, 7, "step-1")))
-    extra = exports.verl_agent_loop_output(one)["extra_fields"]
+def test_verl_s_agent_loop_gets_weight_steps_of_trained_tokens() -> None:
+    sample = replace(two_branches()[0], weight_spans=((2, 3, "7"), (3, 4, "9"), (5, 7, "step-1")))
+    extra = exports.verl_agent_loop_output(sample)["extra_fields"]
     assert (extra["min_global_steps"], extra["max_global_steps"]) == (None, None)
-    extra = exports.verl_agent_loop_output(one, global_steps=8)["extra_fields"]
+    extra = exports.verl_agent_loop_output(sample, global_steps=8)["extra_fields"]
     assert (extra["min_global_steps"], extra["max_global_steps"]) == (7, 9)
-    extra = exports.verl_agent_loop_output(one, response_length=2)["extra_fields"]
+    extra = exports.verl_agent_loop_output(sample, response_length=2)["extra_fields"]
     assert (extra["min_global_steps"], extra["max_global_steps"], extra["truncated"]) == (7, 9, True)
 
 
-def test_verl_s_response_is_cut_and_its_prompt_is_not() -> None:
+def test_verl_s_response_is_truncated_and_its_prompt_is_not() -> None:
     fields = exports.verl_agent_loop_output(two_branches()[0], prompt_length=2, response_length=3)
     assert (fields["prompt_ids"], fields["response_ids"], fields["response_mask"]) == ([1, 2], [3, 4, 5], [1, 1, 0])
     assert fields["response_logprobs"] == [-0.5, -0.5, 0.0]
@@ -90,27 +90,27 @@ def test_verl_s_response_is_cut_and_its_prompt_is_not() -> None:
             export()
 
 
-def test_verl_s_batch_has_no_reward_where_none_was_given() -> None:
-    samples = [_without_reward(one) for one in two_branches()]
+def test_verl_s_batch_without_rewards_has_no_reward_tensor() -> None:
+    samples = [_without_reward(sample) for sample in two_branches()]
     assert "rm_scores" not in exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["tensors"]
     with pytest.raises(InvalidRequest, match="no reward"):
-        exports.verl_data_proto([replace(one, columns={}) for one in samples], pad_id=0, vocab_size=100)
+        exports.verl_data_proto([replace(sample, columns={}) for sample in samples], pad_id=0, vocab_size=100)
 
 
 def test_images_are_refused() -> None:
-    one = replace(two_branches()[0], media=(MediaSpan(0, 1, "a", "b"),))
+    sample = replace(two_branches()[0], media=(MediaSpan(0, 1, "a", "b"),))
     for export in (
-        lambda: exports.trl_rollouts([one]),
-        lambda: exports.verl_agent_loop_output(one),
-        lambda: exports.verl_data_proto([one], pad_id=0, vocab_size=100),
-        lambda: exports.slime_sample(one, 0, 0),
-        lambda: exports.prime_rl_training_sample(one, "maths"),
-        lambda: exports.verifiers_nodes([one]),
-        lambda: exports.skyrl_generator_output([one]),
-        lambda: exports.nemo_rl_datum(one, 0),
-        lambda: exports.tinker_datum(one),
-        lambda: exports.tinker_datum(one, advantages=None),
-        lambda: exports.agent_lightning_triplets(one),
+        lambda: exports.trl_rollouts([sample]),
+        lambda: exports.verl_agent_loop_output(sample),
+        lambda: exports.verl_data_proto([sample], pad_id=0, vocab_size=100),
+        lambda: exports.slime_sample(sample, 0, 0),
+        lambda: exports.prime_rl_training_sample(sample, "maths"),
+        lambda: exports.verifiers_nodes([sample]),
+        lambda: exports.skyrl_generator_output([sample]),
+        lambda: exports.nemo_rl_datum(sample, 0),
+        lambda: exports.tinker_datum(sample),
+        lambda: exports.tinker_datum(sample, advantages=None),
+        lambda: exports.agent_lightning_triplets(sample),
     ):
         with pytest.raises(InvalidRequest, match="pixels"):
             export()
@@ -141,13 +141,13 @@ def test_slime_gets_response_lengths_and_masks_of_the_response() -> None:
     assert exports.slime_sample(ended("length"), 0, 0)["status"] == "truncated"
 
 
-def test_samples_of_a_session_are_one_rollout_of_slime() -> None:
-    first, second = (exports.slime_sample(one, n, 0)["rollout_id"] for n, one in enumerate(two_branches()))
+def test_samples_of_a_session_share_a_slime_rollout() -> None:
+    first, second = (exports.slime_sample(sample, n, 0)["rollout_id"] for n, sample in enumerate(two_branches()))
     other = exports.slime_sample(replace(two_branches()[0], session_id="t"), 2, 0)["rollout_id"]
     assert first == second != other
 
 
-def test_prime_rl_gets_everything_aligned_with_the_ids() -> None:
+def test_prime_rl_arrays_are_aligned_with_the_ids() -> None:
     made = exports.prime_rl_training_sample(two_branches()[0], "maths")
     assert {len(made[name]) for name in ("token_ids", "mask", "logprobs", "temperatures", "advantages")} == {7}
     assert made["mask"] == [False, False, True, True, False, True, True]
@@ -166,11 +166,11 @@ def test_verifiers_nodes_are_trained_if_any_sample_trains_them() -> None:
     assert [node["token_ids"] for node in nodes if all(node["mask"])] == [[3, 4], [9], [6, 7]]
 
 
-def test_a_trace_is_of_one_session() -> None:
-    (one, _), (other, _) = two_branches(), two_branches()
+def test_samples_of_several_sessions_are_refused_for_a_trace() -> None:
+    (first, _), (other, _) = two_branches(), two_branches()
     object.__setattr__(other, "session_id", "t")
     with pytest.raises(InvalidRequest, match="several"):
-        exports.verifiers_nodes([one, other])
+        exports.verifiers_nodes([first, other])
 
 
 def test_skyrl_gets_a_reward_per_sample_or_per_token() -> None:
@@ -180,7 +180,7 @@ def test_skyrl_gets_a_reward_per_sample_or_per_token() -> None:
     assert made["loss_masks"] == [[1, 1, 0, 1, 1], [0, 0, 0, 1]]
 
 
-def test_skyrl_s_branches_are_steps_of_one_trajectory() -> None:
+def test_skyrl_s_branches_are_steps_of_the_same_trajectory() -> None:
     samples = two_branches()
     made = exports.skyrl_generator_output([*samples, replace(samples[0], session_id="t")])
     assert made["is_last_step"] == [False, True, True]
@@ -192,7 +192,7 @@ def test_skyrl_s_branches_are_steps_of_one_trajectory() -> None:
         exports.skyrl_generator_output([samples[0], replace(samples[0], session_id="t"), samples[1]])
 
 
-def test_nemo_rl_s_assistant_messages_are_what_is_trained() -> None:
+def test_nemo_rl_s_assistant_messages_are_the_trained_tokens() -> None:
     log = exports.nemo_rl_datum(two_branches()[1], 0)["message_log"]
     assert [(message["role"], message["token_ids"].tolist()) for message in log] == [
         ("user", [1, 2]),
@@ -204,15 +204,15 @@ def test_nemo_rl_s_assistant_messages_are_what_is_trained() -> None:
     assert first[1]["generation_logprobs"].tolist() == [-0.5, -0.5]
 
 
-def test_nemo_rl_s_length_is_that_of_the_prompt_which_groups_are_made_by() -> None:
-    made = [exports.nemo_rl_datum(one, 0) for one in two_branches()]
-    assert [one["length"] for one in made] == [2, 2]
-    assert [one["truncated"] for one in (made[0], exports.nemo_rl_datum(ended("length"), 0))] == [False, True]
+def test_nemo_rl_s_length_is_the_prompt_length() -> None:
+    made = [exports.nemo_rl_datum(sample, 0) for sample in two_branches()]
+    assert [datum["length"] for datum in made] == [2, 2]
+    assert [datum["truncated"] for datum in (made[0], exports.nemo_rl_datum(ended("length"), 0))] == [False, True]
     assert made[0]["message_log"][0]["token_ids"].dtype == torch.int64
     assert isinstance(exports.nemo_rl_datum(ended("stop"), 0, tensors=False)["message_log"][0]["token_ids"], np.ndarray)
 
 
-def test_tinker_s_targets_are_moved_by_one() -> None:
+def test_tinker_s_targets_are_shifted_by_1() -> None:
     made = exports.tinker_datum(two_branches()[1])
     assert made["tokens"] == [1, 2, 3, 4, 8]
     assert made["loss_fn_inputs"]["target_tokens"].tolist() == [2, 3, 4, 8, 9]
@@ -225,14 +225,14 @@ def test_tinker_s_targets_are_moved_by_one() -> None:
 
 def test_agent_lightning_gets_a_triplet_per_trained_turn() -> None:
     first, second = map(exports.agent_lightning_triplets, two_branches())
-    assert [one["prompt"]["token_ids"] for one in first] == [[1, 2], [1, 2, 3, 4, 5]]
-    assert [one["reward"] for one in first] == [0.25, 1.0]
-    assert [one["response"]["token_ids"] for one in second] == [[9]]
+    assert [triplet["prompt"]["token_ids"] for triplet in first] == [[1, 2], [1, 2, 3, 4, 5]]
+    assert [triplet["reward"] for triplet in first] == [0.25, 1.0]
+    assert [triplet["response"]["token_ids"] for triplet in second] == [[9]]
     # The names of 0.3 and of 1.0.
     assert second[0]["response"]["logprobs"] == second[0]["response"]["log_probs"] == [-0.5]
 
 
-def test_agent_lightning_gets_no_reward_that_hides_the_session_s() -> None:
+def test_agent_lightning_refuses_a_last_reward_unlike_the_session_s() -> None:
     first = replace(two_branches()[0], turn_rewards=np.array([0.25, 0.5]))
     with pytest.raises(InvalidRequest, match=r"reward 1, but its last trained turn has 0\.5"):
         exports.agent_lightning_triplets(first)
@@ -241,19 +241,19 @@ def test_agent_lightning_gets_no_reward_that_hides_the_session_s() -> None:
         assert triplets[-1]["reward"] == (0.5 if "reward" in rewards else 1.0)
 
 
-def test_a_turn_that_sampled_nothing_is_no_triplet() -> None:
+def test_turn_without_sampled_tokens_gives_no_triplet() -> None:
     session = Session(
         SessionInfo("s", 0.0, {}),
         [
-            make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3, 4]),
-            make_turn(1, 0, [user("b")], said(""), added=[5], completion=[]),
+            make_turn(0, None, [user("a")], assistant("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, [user("b")], assistant(""), added=[5], completion=[]),
         ],
     )
     (sample,) = assemble(trajectories(session)).samples
-    assert [one["response"]["token_ids"] for one in exports.agent_lightning_triplets(sample)] == [[3, 4]]
+    assert [triplet["response"]["token_ids"] for triplet in exports.agent_lightning_triplets(sample)] == [[3, 4]]
 
 
-def test_no_trained_token_gets_nan_for_an_advantage() -> None:
+def test_nan_advantages_of_trained_tokens_are_refused() -> None:
     first = two_branches()[0]
     part = first.columns["advantages"].copy()
     part[5:] = np.nan
@@ -277,9 +277,9 @@ def test_skyrl_gets_empty_lists_for_no_samples() -> None:
     assert made["prompt_token_ids"] == made["is_last_step"] == []
 
 
-def test_what_a_trainer_needs_and_nobody_gave_is_asked_for() -> None:
+def test_missing_rewards_and_columns_are_refused() -> None:
     sample = two_branches()[0]
-    for export in (exports.skyrl_generator_output, lambda one: exports.nemo_rl_datum(one[0], 0)):
+    for export in (exports.skyrl_generator_output, lambda samples: exports.nemo_rl_datum(samples[0], 0)):
         with pytest.raises(InvalidRequest, match="no reward"):
             export([_without_reward(sample)])
     with pytest.raises(InvalidRequest, match="no column 'credit'"):
@@ -295,27 +295,27 @@ def exported() -> dict[str, list[Any]]:
     samples = two_branches()
     other = replace(samples[0], session_id="t", reward=0.0)
     proto = exports.verl_data_proto([*samples, other], pad_id=0, vocab_size=100)
-    plain = {kind: {name: one.tolist() for name, one in proto[kind].items()} for kind in ("tensors", "non_tensors")}
-    data = [exports.tinker_datum(one) for one in samples]
+    plain = {kind: {name: array.tolist() for name, array in proto[kind].items()} for kind in ("tensors", "non_tensors")}
+    data = [exports.tinker_datum(sample) for sample in samples]
     return {
         "tinker": [
-            {**one, "loss_fn_inputs": {name: values.tolist() for name, values in one["loss_fn_inputs"].items()}}
-            for one in data
+            {**datum, "loss_fn_inputs": {name: values.tolist() for name, values in datum["loss_fn_inputs"].items()}}
+            for datum in data
         ],
         "verifiers": exports.verifiers_nodes(samples),
-        "prime_rl": [exports.prime_rl_training_sample(one, "maths") for one in samples],
-        "slime": [exports.slime_sample(one, n, 0) for n, one in enumerate(samples)],
-        "miles": [exports.slime_sample(one, n, 0) for n, one in enumerate(samples)],
-        "verl": [*(exports.verl_agent_loop_output(one) for one in samples), plain],
-        "agent_lightning": [triplet for one in samples for triplet in exports.agent_lightning_triplets(one)],
+        "prime_rl": [exports.prime_rl_training_sample(sample, "maths") for sample in samples],
+        "slime": [exports.slime_sample(sample, n, 0) for n, sample in enumerate(samples)],
+        "miles": [exports.slime_sample(sample, n, 0) for n, sample in enumerate(samples)],
+        "verl": [*(exports.verl_agent_loop_output(sample) for sample in samples), plain],
+        "agent_lightning": [triplet for sample in samples for triplet in exports.agent_lightning_triplets(sample)],
     }
 
 
 @cache
 def built(trainer: str) -> list[Any]:
-    """What the trainer's own objects hold."""
-    found: list[Any] = answered(trainer, "trainer_classes", exported()[trainer])
-    return found
+    """Return the contents of the trainer's objects."""
+    objects: list[Any] = answered(trainer, "trainer_classes", exported()[trainer])
+    return objects
 
 
 @pytest.mark.differential
@@ -327,7 +327,7 @@ def test_tinker_takes_the_data() -> None:
 
 
 @pytest.mark.differential
-def test_a_branch_of_verifiers_is_what_a_sample_is() -> None:
+def test_verifiers_branch_equals_the_sample() -> None:
     for branch, sample in zip(built("verifiers"), two_branches(), strict=True):
         assert branch["token_ids"] == sample.token_ids.tolist()
         assert branch["sampled_mask"][4:] == sample.loss_mask[4:].tolist()
@@ -344,7 +344,7 @@ def test_prime_rl_takes_the_fields() -> None:
 @pytest.mark.differential
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
 def test_slime_and_miles_take_the_fields(trainer: str) -> None:
-    assert [one["trained"] for one in built(trainer)] == [4, 1]
+    assert [sample["trained"] for sample in built(trainer)] == [4, 1]
 
 
 @pytest.mark.differential
@@ -361,4 +361,4 @@ def test_verl_takes_outputs_and_batches() -> None:
 
 @pytest.mark.differential
 def test_agent_lightning_takes_the_triplets() -> None:
-    assert [one["response"]["token_ids"] for one in built("agent_lightning")] == [[3, 4], [6, 7], [9]]
+    assert [triplet["response"]["token_ids"] for triplet in built("agent_lightning")] == [[3, 4], [6, 7], [9]]

@@ -1,4 +1,4 @@
-"""The gateway in a trainer's process: what a rollout has of its session."""
+"""The gateway in a trainer's process: a rollout's view of its session."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ def rollout_of(ledger: live.Ledger, number: int) -> Rollout:
     return asyncio.run(run())
 
 
-def test_samples_say_their_role_and_where_their_branch_comes_from(ledger: live.Ledger) -> None:
+def test_samples_contain_role_and_lineage(ledger: live.Ledger) -> None:
     samples = rollout_of(ledger, live.KINDS.index("forked")).samples
-    # The second turn of the fork is one reply beside a branch that goes on.
-    found = {one.turns: (one.role, [(edge.kind, edge.turn, edge.parent) for edge in one.lineage]) for one in samples}
-    assert found == {(0, 1, 3): ("main", []), (0, 2): ("side_call", [("side_call", 2, 0)])}
+    # The second turn of the fork is a side call: a branch continues without it.
+    lineages = {
+        sample.turns: (sample.role, [(edge.kind, edge.turn, edge.parent) for edge in sample.lineage])
+        for sample in samples
+    }
+    assert lineages == {(0, 1, 3): ("main", []), (0, 2): ("side_call", [("side_call", 2, 0)])}
 
 
 @pytest.mark.parametrize("name", ["tests.training.live.nothing", "no_such_package.agent", "agent"])
-def test_a_name_that_is_none_says_what_is_expected(name: str) -> None:
+def test_invalid_agent_name_error_describes_the_expected_form(name: str) -> None:
     assert imported("tests.training.live.agent", "agent") is live.agent
     with pytest.raises(InvalidRequest, match=rf"stop_rule '{name}' can't be imported .*expected package") as refused:
         imported(name, "stop_rule")

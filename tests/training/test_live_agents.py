@@ -1,4 +1,4 @@
-"""Agents of three kinds inside the rollout entry of each adapter: what they sampled over their wire API is trained."""
+"""Agents of three kinds inside the rollout entry of each adapter: tokens sampled over their wire API are trained."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def with_anthropic(base_url: str, api_key: str, task: Any) -> float:
         for text in ("One.", "Two."):
             messages.append({"role": "user", "content": text})
             reply = await client.messages.create(model="policy", messages=messages, max_tokens=60)
-            messages.append({"role": "assistant", "content": [one.model_dump() for one in reply.content]})
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
     return 1.0
 
 

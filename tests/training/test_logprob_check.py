@@ -1,4 +1,4 @@
-"""Recorded logprobs of the tiny model against a trainer that is right, and each that is wrong in its own way."""
+"""Recorded logprobs of the tiny model compared with a correct trainer and several wrong ones."""
 
 from __future__ import annotations
 
@@ -51,52 +51,58 @@ def tokenizer(renderer: Renderer) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def recorded(serve_tiny: ServeTiny, tmp_path_factory: pytest.TempPathFactory) -> list[Trajectory]:
-    """Two sessions that an agent had with the tiny model through the gateway."""
+    """Record two sessions of an agent with the tiny model through the gateway."""
     with serve_tiny(tmp_path_factory.mktemp("recorded")) as (url, _), tokentape.Client(url) as client:
         for name in ("a", "b"):
             talk(client.session(name).base_url)
-        return [one for session in client.sessions() for one in client.session(session.session_id).trajectories()]
+        return [
+            trajectory
+            for session in client.sessions()
+            for trajectory in client.session(session.session_id).trajectories()
+        ]
 
 
-def resegmented(tokenizer: Tokenizer, one: Trajectory) -> tuple[TokenIds, int]:
-    """The ids with one sampled token spelled by single bytes, and where it was."""
+def resegmented(tokenizer: Tokenizer, trajectory: Trajectory) -> tuple[TokenIds, int]:
+    """Return the ids with a sampled token split into single bytes, and its position."""
     by_bytes = {tokenizer.token_bytes(token_id): token_id for token_id in range(256)}
     at = next(
-        n for n in np.flatnonzero(one.loss_mask) if len(tokenizer.token_bytes(int(one.token_ids[n]))) in range(2, 9)
+        n
+        for n in np.flatnonzero(trajectory.loss_mask)
+        if len(tokenizer.token_bytes(int(trajectory.token_ids[n]))) in range(2, 9)
     )
-    pieces = [by_bytes[bytes([byte])] for byte in tokenizer.token_bytes(int(one.token_ids[at]))]
-    return np.concatenate([one.token_ids[:at], pieces, one.token_ids[at + 1 :]]).astype(np.int32), at
+    pieces = [by_bytes[bytes([byte])] for byte in tokenizer.token_bytes(int(trajectory.token_ids[at]))]
+    return np.concatenate([trajectory.token_ids[:at], pieces, trajectory.token_ids[at + 1 :]]).astype(np.int32), at
 
 
 def channels(report: LogprobReport, limits: LogprobLimits = EXACT) -> set[str]:
     return {channel for channel, _ in report.failures(limits)}
 
 
-def row_of(one: Trajectory, ids: TokenIds) -> dict[tuple[str, int], TrainerRow]:
-    return {(one.session_id, one.leaf): TrainerRow(ids, None)}
+def row_of(trajectory: Trajectory, ids: TokenIds) -> dict[tuple[str, int], TrainerRow]:
+    return {(trajectory.session_id, trajectory.leaf): TrainerRow(ids, None)}
 
 
-def test_the_model_that_sampled_is_within_rounding(
+def test_sampling_model_differs_only_by_rounding(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
     report = check_logprobs(recorded, forward=forward, tokenizer=tokenizer)
-    assert report.numeric.tokens == sum(int(one.loss_mask.sum()) for one in recorded) > 20
+    assert report.numeric.tokens == sum(int(trajectory.loss_mask.sum()) for trajectory in recorded) > 20
     assert report.failures(EXACT) == []
     assert report.numeric.ess_tokens == pytest.approx(1)
 
 
-def test_chunks_of_the_forward_pass_do_not_matter(
+def test_chunk_size_of_the_forward_pass_does_not_change_the_report(
     model_dir: Path, recorded: Sequence[Trajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = recorded[0].token_ids
-    # In float64, where another order of adding up does not show.
+    # In float64, so that the order of summation does not matter.
     monkeypatch.setitem(loading._DTYPES, "float64", torch.float64)
     whole, cut = (forward_pass(model_dir, dtype="float64", device="cpu", chunk=size)(ids) for size in (4096, 7))
     assert np.isnan(whole[0])
     np.testing.assert_allclose(whole, cut, atol=1e-5)
 
 
-def test_a_perturbed_model_fails_in_the_numeric_channel_alone(
+def test_perturbed_model_fails_only_in_the_numeric_channel(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
     noise = np.random.default_rng(0)
@@ -106,19 +112,19 @@ def test_a_perturbed_model_fails_in_the_numeric_channel_alone(
 
     report = check_logprobs(recorded, forward=perturbed, tokenizer=tokenizer)
     assert channels(report) == {"numeric"} == channels(report, LogprobLimits())
-    assert {one.channel for one in report.outliers} == {"numeric"}
+    assert {outlier.channel for outlier in report.outliers} == {"numeric"}
 
 
-def test_a_retokenized_batch_fails_in_id_drift_alone(
+def test_retokenized_batch_fails_only_in_id_drift(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
-    one = recorded[0]
-    ids, at = resegmented(tokenizer, one)
-    report = check_logprobs([one], rows=row_of(one, ids), forward=forward, tokenizer=tokenizer)
+    trajectory = recorded[0]
+    ids, at = resegmented(tokenizer, trajectory)
+    report = check_logprobs([trajectory], rows=row_of(trajectory, ids), forward=forward, tokenizer=tokenizer)
     assert channels(report) == {"id drift"}
     assert report.id_drift.changed_tokens == 1
-    assert report.numeric.tokens == int(one.loss_mask[:at].sum())
-    assert report.numeric.tokens + report.behind_drift.tokens == int(one.loss_mask.sum()) - 1
+    assert report.numeric.tokens == int(trajectory.loss_mask[:at].sum())
+    assert report.numeric.tokens + report.behind_drift.tokens == int(trajectory.loss_mask.sum()) - 1
     assert report.behind_drift.max > 1e-3
     (outlier, *_) = report.outliers
     assert (outlier.channel, outlier.drift_class) == ("id drift", *report.id_drift.classes)
@@ -126,28 +132,28 @@ def test_a_retokenized_batch_fails_in_id_drift_alone(
     assert outlier.text == tokenizer.decode([outlier.token_id])
 
 
-def test_a_rerendered_batch_fails_in_text_drift_alone(
+def test_rerendered_batch_fails_only_in_text_drift(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
-    one = recorded[0]
-    at = int(one.completion_starts[1])
-    ids = np.concatenate([one.token_ids[:at], tokenizer.encode_plain(" other text"), one.token_ids[at:]]).astype(
-        np.int32
-    )
-    report = check_logprobs([one], rows=row_of(one, ids), forward=forward, tokenizer=tokenizer)
+    trajectory = recorded[0]
+    at = int(trajectory.completion_starts[1])
+    ids = np.concatenate(
+        [trajectory.token_ids[:at], tokenizer.encode_plain(" other text"), trajectory.token_ids[at:]]
+    ).astype(np.int32)
+    report = check_logprobs([trajectory], rows=row_of(trajectory, ids), forward=forward, tokenizer=tokenizer)
     assert channels(report) == {"text drift"}
-    assert report.numeric.tokens == int(one.loss_mask[:at].sum())
+    assert report.numeric.tokens == int(trajectory.loss_mask[:at].sum())
 
 
-def test_what_retokenizing_would_change_is_told_but_no_failure(
+def test_effect_of_retokenizing_is_reported_without_failing(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
-    one = recorded[0]
-    ids, _ = resegmented(tokenizer, one)
+    trajectory = recorded[0]
+    ids, _ = resegmented(tokenizer, trajectory)
     loss_mask, logprobs = np.zeros(len(ids), np.bool_), forward(ids)
-    loss_mask[one.completion_starts[0] :] = True
+    loss_mask[trajectory.completion_starts[0] :] = True
     split = replace(
-        one, token_ids=ids, loss_mask=loss_mask, logprobs=logprobs, completion_ends=np.array([len(ids)] * 2)
+        trajectory, token_ids=ids, loss_mask=loss_mask, logprobs=logprobs, completion_ends=np.array([len(ids)] * 2)
     )
     report = check_logprobs([split], forward=forward, tokenizer=tokenizer)
     assert report.failures(EXACT) == []
@@ -160,27 +166,27 @@ def test_what_retokenizing_would_change_is_told_but_no_failure(
     assert real.id_drift == report.if_retokenized
 
 
-def test_a_drift_in_the_context_alone_is_drift_too(
+def test_drift_in_the_context_alone_counts(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
-    one = replace(recorded[0], loss_mask=recorded[0].loss_mask.copy())
-    ids, at = resegmented(tokenizer, one)
-    one.loss_mask[at] = False
-    report = check_logprobs([one], rows=row_of(one, ids), forward=forward, tokenizer=tokenizer)
+    trajectory = replace(recorded[0], loss_mask=recorded[0].loss_mask.copy())
+    ids, at = resegmented(tokenizer, trajectory)
+    trajectory.loss_mask[at] = False
+    report = check_logprobs([trajectory], rows=row_of(trajectory, ids), forward=forward, tokenizer=tokenizer)
     assert report.id_drift.changed_tokens == 0
     assert channels(report) == {"id drift"}
 
 
 @pytest.mark.parametrize("lost", [1, 12])
 @pytest.mark.parametrize("classified", [True, False])
-def test_a_row_that_ends_early_is_a_failure_of_rows(
+def test_truncated_row_is_a_row_failure(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer, lost: int, classified: bool
 ) -> None:
-    """It was within the limits, without a word on the tokens that the trainer lacks, such as an end of turn."""
-    one = recorded[0]
-    rows = row_of(one, one.token_ids[:-lost])
-    report = check_logprobs([one], rows=rows, forward=forward, tokenizer=tokenizer if classified else None)
-    trained = int(one.loss_mask[-lost:].sum())
+    """Regression: it passed, without reporting the tokens that the trainer lacks, such as an end of turn."""
+    trajectory = recorded[0]
+    rows = row_of(trajectory, trajectory.token_ids[:-lost])
+    report = check_logprobs([trajectory], rows=rows, forward=forward, tokenizer=tokenizer if classified else None)
+    trained = int(trajectory.loss_mask[-lost:].sum())
     assert (report.cut, report.cut_tokens) == (1, trained)
     assert channels(report) == {"rows"}
     ((_, message),) = report.failures(EXACT)
@@ -191,64 +197,64 @@ def test_a_row_that_ends_early_is_a_failure_of_rows(
 def test_a_share_of_drift_can_be_allowed(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:
-    one = recorded[0]
-    ids, _ = resegmented(tokenizer, one)
-    report = check_logprobs([one], rows=row_of(one, ids), forward=forward, tokenizer=tokenizer)
+    trajectory = recorded[0]
+    ids, _ = resegmented(tokenizer, trajectory)
+    report = check_logprobs([trajectory], rows=row_of(trajectory, ids), forward=forward, tokenizer=tokenizer)
     assert report.failures(replace(EXACT, drift=0.5)) == []
 
 
-def test_a_trainer_s_own_logprobs_are_taken_and_nan_is_a_failure(recorded: Sequence[Trajectory]) -> None:
+def test_trainer_logprobs_are_used_and_nan_is_a_failure(recorded: Sequence[Trajectory]) -> None:
     recorded = recorded[:1]
-    (one,) = recorded
-    logprobs = one.logprobs.copy()
-    rows = {(one.session_id, one.leaf): TrainerRow(None, logprobs)}
+    (trajectory,) = recorded
+    logprobs = trajectory.logprobs.copy()
+    rows = {(trajectory.session_id, trajectory.leaf): TrainerRow(None, logprobs)}
     assert check_logprobs(recorded, rows=rows).failures(EXACT) == []
     assert check_logprobs(recorded, rows=rows).without_trainer == len(recorded) - 1
-    logprobs[one.completion_starts[0]] = np.nan
+    logprobs[trajectory.completion_starts[0]] = np.nan
     report = check_logprobs(recorded, rows=rows)
     assert report.numeric.not_finite == 1
     assert channels(report) == {"numeric"}
 
 
-def test_nothing_to_compare_is_a_failure_and_not_a_pass(recorded: Sequence[Trajectory]) -> None:
+def test_comparing_no_tokens_is_a_failure(recorded: Sequence[Trajectory]) -> None:
     report = check_logprobs(recorded, rows={("nobody", 0): TrainerRow(None, np.zeros(1, np.float32))})
     assert (report.sequences, report.unknown) == (0, 1)
     assert report.failures(LogprobLimits())[1:] == [("numeric", "no token was compared")]
 
 
-def test_rows_that_can_not_be_compared_are_refused(recorded: Sequence[Trajectory]) -> None:
-    one = recorded[0]
-    key = (one.session_id, one.leaf)
+def test_incomparable_rows_are_refused(recorded: Sequence[Trajectory]) -> None:
+    trajectory = recorded[0]
+    key = (trajectory.session_id, trajectory.leaf)
     with pytest.raises(InvalidRequest, match=r"the trainer has \d+ logprobs for \d+ ids"):
-        check_logprobs([one], rows={key: TrainerRow(None, one.logprobs[1:])})
+        check_logprobs([trajectory], rows={key: TrainerRow(None, trajectory.logprobs[1:])})
     with pytest.raises(InvalidRequest, match="pass a model"):
-        check_logprobs([one], rows={key: TrainerRow(one.token_ids, None)})
+        check_logprobs([trajectory], rows={key: TrainerRow(trajectory.token_ids, None)})
     with pytest.raises(InvalidRequest, match="pass the model folder"):
-        check_logprobs([one], rows={key: TrainerRow(one.token_ids[::-1], one.logprobs)})
+        check_logprobs([trajectory], rows={key: TrainerRow(trajectory.token_ids[::-1], trajectory.logprobs)})
 
 
-def test_ids_that_the_model_has_no_row_of_are_refused(forward: Forward) -> None:
+def test_ids_outside_the_vocabulary_are_refused(forward: Forward) -> None:
     with pytest.raises(InvalidRequest, match="4000 embedding rows"):
         forward(np.array([1, 4000], np.int32))
 
 
-def test_numbers_by_hand() -> None:
-    found = logprob_numbers([np.array([0.0, np.log(2)]), np.array([-np.log(2)])])
-    assert found.tokens == 3
-    assert found.mean == pytest.approx(2 * np.log(2) / 3)
-    assert found.max == pytest.approx(np.log(2))
-    assert found.k3 == pytest.approx(((2 - 1 - np.log(2)) + (0.5 - 1 + np.log(2))) / 3)
-    assert found.ess_tokens == pytest.approx(3.5**2 / (1 + 4 + 0.25) / 3)
-    assert found.ess_sequences == pytest.approx(2.5**2 / (4 + 0.25) / 2)
+def test_numbers_match_hand_computed_values() -> None:
+    numbers = logprob_numbers([np.array([0.0, np.log(2)]), np.array([-np.log(2)])])
+    assert numbers.tokens == 3
+    assert numbers.mean == pytest.approx(2 * np.log(2) / 3)
+    assert numbers.max == pytest.approx(np.log(2))
+    assert numbers.k3 == pytest.approx(((2 - 1 - np.log(2)) + (0.5 - 1 + np.log(2))) / 3)
+    assert numbers.ess_tokens == pytest.approx(3.5**2 / (1 + 4 + 0.25) / 3)
+    assert numbers.ess_sequences == pytest.approx(2.5**2 / (4 + 0.25) / 2)
 
 
 @given(st.lists(st.lists(st.floats(), max_size=5), max_size=4))
 @example([[2.0**52, 2.0**52]])
-def test_numbers_are_within_their_ranges_whatever_comes(differences: list[list[float]]) -> None:
-    found = logprob_numbers([np.clip(one, -1e300, 1e300) for one in map(np.array, differences)])
-    assert 0 <= found.k3 <= K3_CLAMP
-    assert 0 < found.ess_tokens <= 1 + 1e-9
-    assert found.tokens + found.not_finite == sum(map(len, differences))
+def test_numbers_stay_within_their_ranges(differences: list[list[float]]) -> None:
+    numbers = logprob_numbers([np.clip(difference, -1e300, 1e300) for difference in map(np.array, differences)])
+    assert 0 <= numbers.k3 <= K3_CLAMP
+    assert 0 < numbers.ess_tokens <= 1 + 1e-9
+    assert numbers.tokens + numbers.not_finite == sum(map(len, differences))
 
 
 def test_rows_are_read_from_json_lines_and_parquet(tmp_path: Path) -> None:
@@ -261,8 +267,8 @@ def test_rows_are_read_from_json_lines_and_parquet(tmp_path: Path) -> None:
     # The second row has a column in JSON lines only.
     pq.write_table(pa.Table.from_pylist([{"token_ids": None, **rows[0]}, rows[1]]), tmp_path / "t.parquet")
     for name in ("t.jsonl", "t.parquet"):
-        found = read_rows(tmp_path / name)
-        first, second = found["a", 0], found["a", 1]
+        by_key = read_rows(tmp_path / name)
+        first, second = by_key["a", 0], by_key["a", 1]
         assert first.token_ids is None
         assert first.logprobs is not None
         np.testing.assert_array_equal(first.logprobs, np.array([np.nan, -1.5], np.float32))
@@ -279,13 +285,13 @@ def test_rows_are_read_from_json_lines_and_parquet(tmp_path: Path) -> None:
         (b"[]", "expected an object"),
     ],
 )
-def test_a_row_that_says_nothing_is_refused(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_row_without_values_is_refused(tmp_path: Path, line: bytes, reason: str) -> None:
     (tmp_path / "t.jsonl").write_bytes(line + b"\n")
     with pytest.raises(InvalidRequest, match=reason):
         read_rows(tmp_path / "t.jsonl")
 
 
-def test_a_row_twice_and_a_file_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_duplicate_rows_and_other_file_kinds_are_refused(tmp_path: Path) -> None:
     line = '{"session_id": "a", "leaf": 0, "token_ids": [1]}\n'
     (tmp_path / "t.jsonl").write_text(line * 2)
     with pytest.raises(InvalidRequest, match="already has a row"):

@@ -1,4 +1,4 @@
-"""The images of a batch, made again from what a record keeps."""
+"""The images of a batch, rebuilt from a record."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def processor() -> QwenImageProcessor:
 
 @pytest.fixture
 def kept(processor: QwenImageProcessor) -> dict[str, bytes]:
-    """What a record keeps, by hash."""
+    """Image bytes of a record, by hash."""
     return {hashlib.sha256(data).hexdigest(): data for data in [*PICTURES, processor.settings.data]}
 
 
 def sample_with(processor: QwenImageProcessor, *pictures: int) -> Sample:
-    """A sample that shows pictures, each behind an id of text, then four sampled tokens."""
+    """Make a sample with pictures, each after a text token, then four sampled tokens."""
     ids: list[int] = []
     spans = []
     for n in pictures:
@@ -60,7 +60,7 @@ def sample_with(processor: QwenImageProcessor, *pictures: int) -> Sample:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_ragged_rows_have_every_per_token_array_padded_alike(
+def test_ragged_rows_pad_every_per_token_array_equally(
     processor: QwenImageProcessor, kept: dict[str, bytes], side: Any
 ) -> None:
     samples = [sample_with(processor, 0, 2), sample_with(processor), sample_with(processor, 1)]
@@ -86,7 +86,7 @@ def test_packed_rows_are_refused(processor: QwenImageProcessor, kept: dict[str, 
         media_arrays(batch, kept.__getitem__)
 
 
-def test_an_image_that_has_another_number_of_tokens_now_is_refused(
+def test_image_with_a_changed_number_of_tokens_is_refused(
     processor: QwenImageProcessor, kept: dict[str, bytes]
 ) -> None:
     batch = padded([sample_with(processor, 0)], pad_id=0, vocab_size=100)

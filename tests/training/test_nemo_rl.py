@@ -52,7 +52,7 @@ def ask(gateway: PolicyGateway, **fields: Any) -> httpx2.Response:
 
 
 @pytest.mark.parametrize("text", [None, "many " * 20])
-def test_what_the_handle_sampled_is_recorded(gateway: PolicyGateway, text: str | None) -> None:
+def test_tokens_sampled_by_the_handle_are_recorded(gateway: PolicyGateway, text: str | None) -> None:
     gateway.generation = generation = Generation()
     generation.ledger.text = text
     ask(gateway).raise_for_status()
@@ -65,7 +65,7 @@ def test_what_the_handle_sampled_is_recorded(gateway: PolicyGateway, text: str |
 
 
 @pytest.mark.parametrize("asked", [{"temperature": 1.0}, {"max_tokens": 5}, {"top_p": 0.9}])
-def test_a_call_that_the_handle_can_t_obey_is_refused(gateway: PolicyGateway, asked: dict[str, Any]) -> None:
+def test_call_that_the_handle_does_not_support_is_refused(gateway: PolicyGateway, asked: dict[str, Any]) -> None:
     gateway.generation = Generation()
     refused = ask(gateway, **asked)
     assert refused.status_code == 400
@@ -73,6 +73,6 @@ def test_a_call_that_the_handle_can_t_obey_is_refused(gateway: PolicyGateway, as
     assert gateway.generation.ledger.calls == []
 
 
-def test_calls_before_the_handle_is_there_can_be_sent_again(gateway: PolicyGateway) -> None:
+def test_calls_before_the_handle_exists_can_be_retried(gateway: PolicyGateway) -> None:
     refused = ask(gateway)
     assert (refused.status_code, "assign NeMo-RL's policy_generation before" in refused.text) == (503, True)

@@ -1,4 +1,4 @@
-"""Proofs that hold for what `TrainingTokenizer` makes, and fail for each way in which a byte path can be touched."""
+"""Proofs that hold for tokenizers of `TrainingTokenizer`, and fail for each way to change a byte path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def training(model_dir: Path) -> TrainingTokenizer:
     return TrainingTokenizer.load(model_dir, pad="<|pad|>").with_block("item", codebook("item", [8, 8]))
 
 
-def test_an_extended_tokenizer_has_the_byte_path_of_the_old_one(model_dir: Path, training: TrainingTokenizer) -> None:
+def test_extended_tokenizer_keeps_the_byte_path(model_dir: Path, training: TrainingTokenizer) -> None:
     files = (Path(__file__).parents[1] / "chat").glob("test_b*.py")
     proof = prove(model_dir, training, ["some text of mine", *files])
     assert proof.ok
@@ -34,7 +34,7 @@ def test_an_extended_tokenizer_has_the_byte_path_of_the_old_one(model_dir: Path,
     assert proof.fingerprint == sha256(json.dumps(digests).encode()).hexdigest()
 
 
-def test_a_text_that_spells_a_new_token_is_found_and_cut_to_it(
+def test_text_that_spells_a_new_token_is_reported_and_minimized(
     model_dir: Path, training: TrainingTokenizer, tmp_path: Path
 ) -> None:
     file = tmp_path / "corpus.txt"
@@ -73,7 +73,7 @@ def other_flags(spec: dict[str, Any]) -> None:
         (other_flags, "added token '<|im_end|>'", True, False),
     ],
 )
-def test_each_part_that_was_touched_is_named_and_its_effect_found_by_the_battery(
+def test_changed_parts_are_named_and_the_battery_shows_their_effect(
     model_dir: Path,
     tmp_path: Path,
     touch: Callable[[dict[str, Any]], None],

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.records import bits, finite, trees, turn_columns
 from tests.searching import examples
-from tests.session.builders import assistant as said
-from tests.session.builders import make_turn, user
+from tests.session.builders import assistant, make_turn, user
 from tests.session.trajectory_cases import make_trajectory
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -36,15 +35,15 @@ QUESTION, NEXT = [user("a")], [user("b")]
 
 
 def forked() -> Session:
-    """0 asked; 1 and 2 both answer what was asked behind it, 3 continues 1, 4 asks something else behind 0."""
+    """Turn 0 asks; 1 and 2 both answer the question after it, 3 continues 1, 4 asks another question after 0."""
     return Session(
         SessionInfo("s", 0.0, {"task": 7}),
         [
-            make_turn(0, None, QUESTION, said("A"), added=[1, 2], completion=[3, 4]),
-            make_turn(1, 0, NEXT, said("B"), added=[5], completion=[6, 7]),
-            make_turn(2, 0, NEXT, said("C"), added=[5], completion=[8], fork="sibling"),
-            make_turn(3, 1, [user("c")], said("D"), added=[9], completion=[10]),
-            make_turn(4, 0, [user("d")], said("E"), added=[11], completion=[12], fork="branched"),
+            make_turn(0, None, QUESTION, assistant("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, NEXT, assistant("B"), added=[5], completion=[6, 7]),
+            make_turn(2, 0, NEXT, assistant("C"), added=[5], completion=[8], fork="sibling"),
+            make_turn(3, 1, [user("c")], assistant("D"), added=[9], completion=[10]),
+            make_turn(4, 0, [user("d")], assistant("E"), added=[11], completion=[12], fork="branched"),
         ],
     )
 
@@ -53,32 +52,32 @@ def trained_ids(samples: list[Sample]) -> list[list[int]]:
     return [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
 
 
-def test_the_default_is_a_sample_per_leaf_in_which_shared_turns_are_trained_once() -> None:
+def test_default_is_a_sample_per_leaf_with_shared_turns_trained_once() -> None:
     made = assemble(trajectories(forked()))
     assert [sample.leaf for sample in made.samples] == [2, 3, 4]
     assert trained_ids(made.samples) == [[3, 4, 8], [6, 7, 10], [12]]
     assert made.report == AssemblyReport(sessions=1, trajectories=3, samples=3, tokens=21, trained_tokens=7)
 
 
-def test_a_sample_of_a_whole_path_has_everything_that_the_trajectory_has() -> None:
+def test_sample_of_a_whole_path_equals_the_trajectory() -> None:
     whole = make_trajectory(
         columns={"advantages": np.arange(6, dtype=np.float32)},
         payloads={"experts": TokenRows(np.ones((6, 2), np.uint8), np.ones(6, bool))},
         media=(MediaSpan(0, 2, "a", "b"),),
     )
     (sample,) = assemble([whole]).samples
-    for one in fields(Trajectory):
-        assert bits(getattr(sample, one.name)) == bits(getattr(whole, one.name)), one.name
+    for field in fields(Trajectory):
+        assert bits(getattr(sample, field.name)) == bits(getattr(whole, field.name)), field.name
 
 
-def test_one_per_turn_trains_each_turn_behind_its_own_context() -> None:
+def test_one_per_turn_trains_each_turn_after_its_context() -> None:
     made = assemble(trajectories(forked()), split=one_per_turn)
     assert [sample.leaf for sample in made.samples] == [0, 1, 2, 3, 4]
     assert trained_ids(made.samples) == [[3, 4], [6, 7], [8], [10], [12]]
     assert made.samples[3].token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 10]
 
 
-def test_longest_branch_is_the_one_with_most_tokens_and_trains_all_of_it() -> None:
+def test_longest_branch_has_the_most_tokens_and_is_fully_trained() -> None:
     made = assemble(trajectories(forked()), select=[longest_branch])
     assert trained_ids(made.samples) == [[3, 4, 6, 7, 10]]
     assert made.report.not_selected == 2
@@ -92,7 +91,7 @@ def test_longest_branch_is_the_one_with_most_tokens_and_trains_all_of_it() -> No
         ("continued", [3, 4], [[3, 4, 6, 7, 10], [12]]),
     ],
 )
-def test_of_retries_only_one_stays_and_the_prefix_is_trained_by_what_is_left(
+def test_one_retry_is_kept_and_the_rest_trains_the_prefix(
     keep: str, leaves: list[int], trained: list[list[int]]
 ) -> None:
     made = assemble(trajectories(forked()), select=[DropRetries(keep)])  # type: ignore[arg-type]
@@ -100,8 +99,8 @@ def test_of_retries_only_one_stays_and_the_prefix_is_trained_by_what_is_left(
     assert trained_ids(made.samples) == trained
 
 
-def test_of_retries_that_nothing_continues_the_last_stays() -> None:
-    turns = [make_turn(n, None, QUESTION, said("A"), fork="sibling" if n else None) for n in range(3)]
+def test_last_of_several_unused_retries_is_kept() -> None:
+    turns = [make_turn(n, None, QUESTION, assistant("A"), fork="sibling" if n else None) for n in range(3)]
     made = assemble(trajectories(Session(SessionInfo("s", 0.0), turns)), select=[DropRetries("continued")])
     assert [sample.leaf for sample in made.samples] == [2]
 
@@ -113,22 +112,22 @@ def test_verdicts_select_branches_and_the_rest_still_trains_the_shared_prefix() 
         KeepVerdicts(("perfect",))
 
 
-def test_what_an_aborted_turn_sampled_is_in_no_sample() -> None:
+def test_tokens_of_aborted_turns_are_in_no_sample() -> None:
     turns = [
-        make_turn(0, None, QUESTION, said("A"), completion=[3]),
-        make_turn(1, 0, NEXT, said("B"), completion=[4], finish_reason="abort"),
+        make_turn(0, None, QUESTION, assistant("A"), completion=[3]),
+        make_turn(1, 0, NEXT, assistant("B"), completion=[4], finish_reason="abort"),
     ]
     made = assemble(trajectories(Session(SessionInfo("s", 0.0), turns)))
     assert trained_ids(made.samples) == [[3]]
 
 
-def test_samples_over_the_maximum_are_dropped_and_what_they_shared_is_trained_elsewhere() -> None:
+def test_too_long_samples_are_dropped_and_shared_turns_trained_elsewhere() -> None:
     made = assemble(trajectories(forked()), max_length=MaxLength(6, "drop"), select=[DropRetries("first")])
     assert trained_ids(made.samples) == [[3, 4, 12]]
     assert made.report.too_long == 1
 
 
-def test_samples_over_the_maximum_are_cut_where_it_ends() -> None:
+def test_too_long_samples_are_truncated_at_the_maximum() -> None:
     made = assemble(trajectories(forked()), max_length=MaxLength(6, "cut"))
     assert trained_ids(made.samples) == [[3, 4, 8], [6], [12]]
     second = made.samples[1]
@@ -140,27 +139,27 @@ def test_samples_over_the_maximum_are_cut_where_it_ends() -> None:
     assert (report.cut, report.cut_tokens, report.cut_trained_tokens, report.nothing_to_train) == (1, 3, 2, 0)
 
 
-def test_a_cut_sample_ends_with_a_sampled_token() -> None:
+def test_truncated_sample_ends_with_a_sampled_token() -> None:
     made = assemble(trajectories(forked())[:1], max_length=MaxLength(5, "cut"))
     assert made.samples[0].token_ids.tolist() == [1, 2, 3, 4]
     assert made.report.cut_tokens == 2
 
 
-def test_a_sample_of_which_nothing_trained_is_left_is_not_one() -> None:
+def test_samples_without_trained_tokens_are_dropped() -> None:
     made = assemble(trajectories(forked()), max_length=MaxLength(4, "cut"))
     assert trained_ids(made.samples) == [[3, 4]]
     assert made.report.nothing_to_train == 2
 
 
-def test_a_maximum_below_one_or_by_another_way_is_refused() -> None:
+def test_maximum_below_1_and_unknown_overflow_mode_are_refused() -> None:
     for wrong in ((0, "cut"), (5, "squeeze")):
         with pytest.raises(InvalidRequest):
             MaxLength(*wrong)  # type: ignore[arg-type]
 
 
-def test_two_runs_under_one_session_id_are_refused_and_copies_of_one_are_not() -> None:
-    """The second run was taken for branches of the first, and its tokens were not trained."""
-    other = make_turn(0, None, QUESTION, said("Z"), added=[1, 2], completion=[3, 9])
+def test_different_runs_with_equal_session_ids_are_refused_but_copies_are_not() -> None:
+    """Regression: the second run was taken for branches of the first, and its tokens were not trained."""
+    other = make_turn(0, None, QUESTION, assistant("Z"), added=[1, 2], completion=[3, 9])
     first, second = trajectories(forked()), trajectories(Session(SessionInfo("s", 0.0, {"task": 7}), [other]))
     with pytest.raises(InvalidRequest, match=r"turn 0 has other tokens .* two runs with the same session id"):
         assemble([*first, *second])
@@ -168,8 +167,8 @@ def test_two_runs_under_one_session_id_are_refused_and_copies_of_one_are_not() -
 
 
 @pytest.mark.parametrize("change", [{"completion_starts": -1}, {"completion_ends": -1}, {"provenance": 0}])
-def test_completions_that_are_not_the_sampled_tokens_are_refused(change: dict[str, int]) -> None:
-    """Context was trained, or sampled tokens were not."""
+def test_completions_unlike_the_sampled_tokens_are_refused(change: dict[str, int]) -> None:
+    """Regression: context was trained, or sampled tokens were not."""
     (name,) = change
     whole = trajectories(forked())[0]
     moved = getattr(whole, name).copy()
@@ -199,8 +198,8 @@ def column(turn: int, *values: float) -> TurnColumn:
     return TurnColumn("s", turn, "advantages", np.array(values, np.float32), 0.0)
 
 
-def test_a_value_that_nobody_gave_is_missing_wherever_its_turn_is_trained() -> None:
-    # Turn 0 is trained by the branch of turn 2, which is left out; turn 1 has zeros that somebody gave.
+def test_absent_value_is_missing_wherever_its_turn_is_trained() -> None:
+    # Turn 0 is trained by the branch of turn 2, which is left out; turn 1 has explicit zeros.
     paths = trajectories(forked(), columns=[column(1, 0, 0)])
     (sample,) = assemble(paths, select=[longest_branch]).samples
     np.testing.assert_array_equal(
@@ -208,19 +207,19 @@ def test_a_value_that_nobody_gave_is_missing_wherever_its_turn_is_trained() -> N
     )
 
 
-def test_a_value_comes_along_when_another_branch_trains_its_turn() -> None:
+def test_value_follows_its_turn_to_the_branch_that_trains_it() -> None:
     paths = trajectories(forked(), columns=[column(0, 0, 0), column(4, 1)])
     (sample,) = assemble(paths, select=[KeepVerdicts(("forked:branched",))]).samples
     assert sample.columns["advantages"].tolist() == [0, 0, 0, 0, 0, 1]
 
 
-def test_zeros_are_not_trusted_when_nobody_knows_whether_they_were_given() -> None:
+def test_zeros_of_unknown_origin_are_missing() -> None:
     (last,) = trajectories(forked(), columns=[column(0, 0, 0), column(4, 1)])[2:]
     (sample,) = assemble([last]).samples
     np.testing.assert_array_equal(sample.columns["advantages"], np.array([0, 0, np.nan, np.nan, 0, 1], np.float32))
 
 
-def test_a_column_is_given_as_one_number_per_turn_or_per_token() -> None:
+def test_column_accepts_a_number_per_turn_or_per_token() -> None:
     sample = assemble(trajectories(forked())).samples[1]
     assert with_column(sample, "x", 2).columns["x"].tolist() == [0, 0, 0, 0, 0, 2, 2, 0, 2]
     assert with_column(sample, "x", [1, 2, 3]).columns["x"].tolist() == [0, 0, 0, 0, 0, 2, 2, 0, 3]
@@ -230,12 +229,14 @@ def test_a_column_is_given_as_one_number_per_turn_or_per_token() -> None:
 
 
 def rollout(session_id: str, reward: float) -> Trajectory:
-    turn = make_turn(0, None, QUESTION, said("A"))
-    (one,) = trajectories(Session(SessionInfo(session_id, 0.0, {"task": 1}), [turn]), [Reward("s", None, reward, 0.0)])
-    return one
+    turn = make_turn(0, None, QUESTION, assistant("A"))
+    (trajectory,) = trajectories(
+        Session(SessionInfo(session_id, 0.0, {"task": 1}), [turn]), [Reward("s", None, reward, 0.0)]
+    )
+    return trajectory
 
 
-def test_group_advantages_are_rewards_against_the_mean_over_sessions() -> None:
+def test_group_advantages_are_rewards_minus_the_mean_over_sessions() -> None:
     paths = [*trajectories(forked(), [Reward("s", None, 4.0, 0.0)]), rollout("b", 1.0)]
     samples = group_advantages(assemble(paths, group=lambda _: "one").samples, scale=False)
     # Three samples of the first session count as one: the mean is 2.5 and not 3.25.
@@ -261,7 +262,7 @@ maxima = st.none() | st.builds(MaxLength, st.integers(1, 80), st.sampled_from(["
 @st.composite
 def recorded_sessions(draw: st.DrawFn) -> tuple[list[Turn], list[TurnColumn], list[Reward]]:
     turns = draw(trees("s", "setup", max_turns=6))
-    # Images are not what this is about, and each would need a message that holds it.
+    # Images are left out: each would need a message that contains it.
     for n, turn in enumerate(turns):
         media = turn.added_provenance == Provenance.MEDIA
         turns[n] = replace(turn, messages=(), added_provenance=np.where(media, np.uint8(2), turn.added_provenance))
@@ -310,11 +311,11 @@ def test_each_sampled_token_is_trained_at_most_once_and_once_where_a_sample_hold
 
 @settings(max_examples=examples(60))
 @given(recorded_sessions(), selects)
-def test_a_trained_token_has_the_value_last_given_to_it_or_none(
+def test_trained_token_has_the_last_value_set_for_it_or_none(
     recorded: tuple[list[Turn], list[TurnColumn], list[Reward]], select: list[Select]
 ) -> None:
     turns, columns, rewards = recorded
-    last = {(one.name, one.turn): one.values[-len(turns[one.turn].completion_ids) :] for one in columns}
+    last = {(column.name, column.turn): column.values[-len(turns[column.turn].completion_ids) :] for column in columns}
     paths = trajectories(Session(SessionInfo("s", 0.0), turns), rewards, columns)
     for sample in assemble(paths, select=select).samples:
         for name, values in sample.columns.items():

@@ -1,4 +1,4 @@
-"""`samples.schema.json` against what is written and what `Sample` has, and against the page that shows it."""
+"""`samples.schema.json`, compared with written files, the fields of `Sample`, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SESSIONS = [session for golden in GOLDEN for session in golden.sessions]
 
 
 def lines(session: GoldenSession, folder: Path) -> list[dict[str, Any]]:
-    samples = [with_column(one, "advantages", 0.5) for one in golden_samples(session.trajectories())]
+    samples = [with_column(sample, "advantages", 0.5) for sample in golden_samples(session.trajectories())]
     write_samples(samples, folder / "samples.jsonl")
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -36,15 +36,15 @@ def line(tmp_path: Path) -> dict[str, Any]:
     return lines(GOLDEN[1].sessions[0], tmp_path)[1]
 
 
-def test_the_schema_is_one() -> None:
+def test_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["title"] == "tokentape.samples/1"
 
 
-def test_every_line_that_is_written_keeps_to_it(tmp_path: Path) -> None:
+def test_written_lines_match_the_schema(tmp_path: Path) -> None:
     for session in SESSIONS:
-        for one in lines(session, tmp_path):
-            validate(one, SCHEMA)
+        for line in lines(session, tmp_path):
+            validate(line, SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ def test_every_line_that_is_written_keeps_to_it(tmp_path: Path) -> None:
         lambda line: line["logprobs_of"][0].update(top_p=0.9),
     ],
 )
-def test_what_does_not_keep_to_it_is_refused(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> None:
+def test_lines_that_break_the_schema_are_refused(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> None:
     validate(line, SCHEMA)
     change(line)
     with pytest.raises(jsonschema.ValidationError):
         validate(line, SCHEMA)
 
 
-def test_it_names_every_field_of_a_sample() -> None:
+def test_schema_names_every_field_of_a_sample() -> None:
     versions = {"schema_version", "samples_version"}
-    assert {one.name for one in fields(Sample)} - {"columns", "payloads"} == {*PROPERTIES} - versions
+    assert {field.name for field in fields(Sample)} - {"columns", "payloads"} == {*PROPERTIES} - versions
 
 
-def test_dtypes_are_those_of_parquet() -> None:
+def test_schema_dtypes_match_parquet() -> None:
     for column in trajectory_schema():
         kind = column.type.value_type if pa.types.is_list(column.type) else column.type
         named = {"double": "float64", "float": "float32", "bool": "bool"}.get(str(kind), str(kind).split("<")[0])
@@ -81,18 +81,21 @@ def test_dtypes_are_those_of_parquet() -> None:
         assert ("object" if column.name == "metadata" else named) == expected, column.name
 
 
-def test_lengths_are_what_it_says(tmp_path: Path) -> None:
+def test_array_lengths_match_the_schema(tmp_path: Path) -> None:
     for session in SESSIONS:
-        for one in lines(session, tmp_path):
+        for line in lines(session, tmp_path):
             for name, about in PROPERTIES.items():
-                if about.get("x-length") in ("tokens", "turns") and name in one:
-                    assert len(one[name]) == len(one["token_ids" if about["x-length"] == "tokens" else "turns"]), name
+                if about.get("x-length") in ("tokens", "turns") and name in line:
+                    assert len(line[name]) == len(line["token_ids" if about["x-length"] == "tokens" else "turns"]), name
 
 
 def test_siblings_train_each_sampled_token_once(tmp_path: Path) -> None:
     for session in SESSIONS:
         made = lines(session, tmp_path)
-        assert sum(sum(one["loss_mask"]) for one in made) == len(session.tokens())
+        assert sum(sum(sample["loss_mask"]) for sample in made) == len(session.tokens())
         assert all(
-            code == 1 for one in made for code, on in zip(one["provenance"], one["loss_mask"], strict=True) if on
+            code == 1
+            for sample in made
+            for code, on in zip(sample["provenance"], sample["loss_mask"], strict=True)
+            if on
         )

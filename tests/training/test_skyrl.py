@@ -1,4 +1,4 @@
-"""SkyRL's generator over an inference client that keeps a ledger, with what SkyRL a9564572 gives to generators."""
+"""SkyRL's generator over an inference client that keeps a ledger, called as SkyRL a9564572 calls it."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def engines() -> Iterator[live.SkyRlClient]:
 def config(**changes: Any) -> Any:
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_generate_length=80)
     engine = SimpleNamespace(engine_init_kwargs={})
-    given = {"sampling_params": sampling, "inference_engine": engine, "step_wise_trajectories": True}
-    return SimpleNamespace(**given | changes)
+    arguments = {"sampling_params": sampling, "inference_engine": engine, "step_wise_trajectories": True}
+    return SimpleNamespace(**arguments | changes)
 
 
 def generated(client: Any, instances: dict[str, list[int]], cfg: Any = None, phase: str = "train", **batch: Any) -> Any:
     tokenizer, options = SimpleNamespace(name_or_path=str(MODEL)), {"stop_rule": batch.pop("stop_rule", None)}
-    generator = AgentGenerator(live.one_at_a_time(), cfg or config(), client, tokenizer, max_seq_len=500, **options)
+    generator = AgentGenerator(live.sequential_agent(), cfg or config(), client, tokenizer, max_seq_len=500, **options)
     pairs = [(TrajectoryID(name, n), number) for name, own in instances.items() for n, number in enumerate(own)]
-    given = {
+    inputs = {
         "prompts": [[{"role": "user", "content": "p"}] for _ in pairs],
         "env_classes": ["env"] * len(pairs),
         "env_extras": [{"number": number} for _, number in pairs],
-        "trajectory_ids": [one for one, _ in pairs],
+        "trajectory_ids": [trajectory_id for trajectory_id, _ in pairs],
         "batch_metadata": SimpleNamespace(global_step=3, training_phase=phase),
         "sampling_params": None,
     }
-    return asyncio.run(generator.generate(given | batch))
+    return asyncio.run(generator.generate(inputs | batch))
 
 
-def test_what_skyrl_gets_is_what_its_engines_sampled(engines: live.SkyRlClient) -> None:
+def test_skyrl_gets_the_tokens_that_its_engines_sampled(engines: live.SkyRlClient) -> None:
     output = generated(engines, {"a": [0, 1, 2], "b": [3, 4]})
     rows, rewards = live.skyrl_rows(output, engines.ledger)
     assert live.findings_of(live.golden_of(engines.ledger.calls, rewards), rows) == set()
-    assert [(one.instance_id, one.repetition_id) for one in output["trajectory_ids"]] == [
+    assert [(trajectory_id.instance_id, trajectory_id.repetition_id) for trajectory_id in output["trajectory_ids"]] == [
         *(("a", 0), ("a", 1), ("a", 1), ("a", 2), ("b", 0), ("b", 1))
     ]
     assert output["is_last_step"] == [True, False, True, True, True, True]
@@ -76,7 +76,7 @@ def test_evaluation_is_at_any_temperature_and_without_logprobs(engines: live.Sky
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 40}
     output = generated(engines, {"a": [0]}, phase="eval", sampling_params=sampling)
     assert (output["rewards"], output["rollout_logprobs"]) == ([1.0], None)
-    assert {one["temperature"] for one in engines.asked} == {0.0}
+    assert {request["temperature"] for request in engines.asked} == {0.0}
 
 
 def test_branches_need_steps(engines: live.SkyRlClient) -> None:
@@ -87,7 +87,7 @@ def test_branches_need_steps(engines: live.SkyRlClient) -> None:
         generated(engines, {"a": [1]}, plain)
 
 
-def test_weights_that_changed_within_a_call_are_both_named(engines: live.SkyRlClient) -> None:
+def test_both_weight_versions_of_a_call_are_named(engines: live.SkyRlClient) -> None:
     plain = engines.generate
 
     async def generate(batch: Any, model: str | None = None) -> Any:

@@ -52,7 +52,7 @@ class Sample:
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     number: int = 0
-    """What the test's agent looks at."""
+    """The fields that the test's agent reads."""
 
     def get_reward_value(self, args: Any) -> Any:
         return self.reward
@@ -85,7 +85,7 @@ class Router:
         self.state = SimpleNamespace(aborted=False)
         """`GenerateState` of slime/rollout/sglang_rollout.py."""
         self.abort: dict[str, int] | None = None
-        """What an abort says beside its type."""
+        """Fields of an abort other than its type."""
 
     async def post(self, url: str, payload: Any, max_retries: int = 60, headers: Any = None) -> Any:
         self.asked.append({"url": url, **payload["sampling_params"]})
@@ -95,7 +95,7 @@ class Router:
         sampling = payload["sampling_params"]
         call = self.ledger.sample(payload["input_ids"], sampling["max_new_tokens"], headers["X-SMG-Routing-Key"])
         end = {"type": call.finish} | ({"matched": call.ids[-1]} if call.finish == "stop" else {})
-        pairs = [(logprob, one, None) for logprob, one in zip(call.logprobs, call.ids, strict=True)]
+        pairs = [(logprob, token_id, None) for logprob, token_id in zip(call.logprobs, call.ids, strict=True)]
         about = {"finish_reason": end, "output_token_logprobs": pairs, "weight_version": call.version}
         return {"text": "", "meta_info": about}
 
@@ -103,9 +103,9 @@ class Router:
 @pytest.fixture
 def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[Router]:
     router = Router(live.Ledger())
-    for name, given in {"utils.http_utils": "post", "rollout.sglang_rollout": "GenerateState"}.items():
+    for name, stub in {"utils.http_utils": "post", "rollout.sglang_rollout": "GenerateState"}.items():
         module = ModuleType(f"slime.{name}")
-        setattr(module, given, router.post if given == "post" else lambda args: router.state)
+        setattr(module, stub, router.post if stub == "post" else lambda args: router.state)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Sample, "__module__", "slime.utils.types")
     live.LEDGER.append(router.ledger)
@@ -130,7 +130,7 @@ def ran(numbers: Any, sampling: dict[str, Any] = SAMPLING, **options: Any) -> li
 
     async def each() -> list[list[Any]]:
         samples = [Sample(4, n, prompt="p", label="l", metadata={"own": 1}, number=n) for n in numbers]
-        return [await generate(ARGS, one, dict(sampling), evaluation=evaluation) for one in samples]
+        return [await generate(ARGS, sample, dict(sampling), evaluation=evaluation) for sample in samples]
 
     return asyncio.run(each())
 
@@ -147,28 +147,28 @@ def row_of(sample: Any) -> Row:
     )
 
 
-def test_what_slime_gets_is_what_its_router_sampled(router: Router) -> None:
+def test_slime_gets_the_tokens_that_its_router_sampled(router: Router) -> None:
     made = ran(range(5))
     names = [samples[0].metadata["session_id"] for samples in made]
     golden = live.golden_of(router.ledger.calls, dict(zip(names, live.REWARDS, strict=True)))
     assert [len(samples) for samples in made] == [1, 2, 1, 1, 1]
-    assert live.findings_of(golden, [row_of(one) for samples in made for one in samples]) == set()
+    assert live.findings_of(golden, [row_of(sample) for samples in made for sample in samples]) == set()
     for n, samples in enumerate(made):
-        assert {(one.group_index, one.index, one.rollout_id) for one in samples} == {(4, n, n)}
-        assert {(one.prompt, one.label, one.metadata["own"]) for one in samples} == {("p", "l", 1)}
-        assert all(one.response.endswith("<|im_end|>") or one.status.value == "truncated" for one in samples)
+        assert {(sample.group_index, sample.index, sample.rollout_id) for sample in samples} == {(4, n, n)}
+        assert {(sample.prompt, sample.label, sample.metadata["own"]) for sample in samples} == {("p", "l", 1)}
+        assert all(sample.response.endswith("<|im_end|>") or sample.status.value == "truncated" for sample in samples)
 
 
-def test_slime_passes_on_whether_it_evaluates_and_miles_its_whole_input() -> None:
+def test_slime_passes_the_evaluation_flag_and_miles_its_whole_input() -> None:
     names = list(inspect.signature(generating("tests.training.live.agent")).parameters)
-    # Miles takes a function of three parameters or more for an older one.
+    # Miles takes a function of three or more parameters for the older interface.
     assert names == ["call_args", "evaluation"]
 
 
 @pytest.mark.parametrize(
     ("number", "why"), [(5, "the agent failed"), (6, "completed no model call"), (8, "took too long")]
 )
-def test_a_rollout_that_failed_is_one_sample_without_loss(router: Router, number: int, why: str) -> None:
+def test_failed_rollout_is_a_sample_without_loss(router: Router, number: int, why: str) -> None:
     ((sample,),) = ran([number], **({"seconds": 0.0} if number == 8 else {}))
     assert sample.status.value == "aborted"
     assert sample.remove_sample
@@ -177,27 +177,27 @@ def test_a_rollout_that_failed_is_one_sample_without_loss(router: Router, number
 
 
 @pytest.mark.parametrize("why", [{}, {"status_code": 500}])
-def test_a_call_aborted_as_slime_has_enough_or_by_an_error_is_not_sent_again(router: Router, why: Any) -> None:
+def test_calls_aborted_by_slime_or_an_error_are_not_retried(router: Router, why: Any) -> None:
     router.abort = why
     ((sample,),) = ran([0])
     assert sample.status.value == "aborted"
     assert len(router.asked) == 1
 
 
-def test_clients_are_not_to_send_an_aborted_call_again(router: Router) -> None:
+def test_aborted_call_response_forbids_client_retries(router: Router) -> None:
     router.abort = {}
-    told: list[str] = []
+    replies: list[str] = []
 
     async def agent(base_url: str, api_key: str, task: Any) -> None:
         body = {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}
         async with httpx2.AsyncClient(timeout=PATIENCE) as client:
-            told.append((await client.post(f"{base_url}/chat/completions", json=body)).headers["x-should-retry"])
+            replies.append((await client.post(f"{base_url}/chat/completions", json=body)).headers["x-should-retry"])
 
     asyncio.run(generating(agent)(ARGS, Sample(), dict(SAMPLING)))
-    assert told == ["false"]
+    assert replies == ["false"]
 
 
-def test_once_slime_has_enough_no_further_call_is_sent(router: Router) -> None:
+def test_no_call_is_sent_after_slime_has_enough_samples(router: Router) -> None:
     class State:
         aborted = property(lambda self: len(router.asked) > 1)
 
@@ -207,7 +207,7 @@ def test_once_slime_has_enough_no_further_call_is_sent(router: Router) -> None:
     assert len(router.asked) == 2
 
 
-def test_a_call_aborted_for_new_weights_goes_on_with_them(router: Router) -> None:
+def test_call_aborted_for_new_weights_continues_with_them(router: Router) -> None:
     router.ledger.aborts = True
     ((sample,),) = ran([4])
     (_, call, _) = router.ledger.calls
@@ -216,11 +216,11 @@ def test_a_call_aborted_for_new_weights_goes_on_with_them(router: Router) -> Non
     assert live.findings_of(golden, [row_of(sample)]) == set()
 
 
-def test_spans_of_versions_are_sglang_s(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_spans_match_those_of_sglang(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     post = router.post
 
-    async def with_spans(*given: Any, **more: Any) -> Any:
-        reply = await post(*given, **more)
+    async def with_spans(*arguments: Any, **more: Any) -> Any:
+        reply = await post(*arguments, **more)
         ids = len(reply["meta_info"]["output_token_logprobs"])
         spans = [{"version": "5", "start": 0, "end": 2}, {"version": "7", "start": 2, "end": ids}]
         reply["meta_info"]["weight_versions"] = spans
@@ -231,34 +231,34 @@ def test_spans_of_versions_are_sglang_s(router: Router, monkeypatch: pytest.Monk
     assert sample.weight_versions == ["5", "7"] * 3
 
 
-def test_miles_says_itself_whether_its_rollout_has_ended(router: Router) -> None:
+def test_miles_reports_whether_its_rollout_has_ended(router: Router) -> None:
     router.state.aborted = True
     sample = Sample(4, 0, prompt="p", number=0)
-    given = {"args": ARGS, "sample": sample, "sampling_params": dict(SAMPLING), "evaluation": False}
+    arguments = {"args": ARGS, "sample": sample, "sampling_params": dict(SAMPLING), "evaluation": False}
     generate = generating("tests.training.live.agent")
     for aborted, status in ((False, "completed"), (True, "aborted")):
-        made = asyncio.run(generate(Input(**given, state=SimpleNamespace(aborted=aborted))))
+        made = asyncio.run(generate(Input(**arguments, state=SimpleNamespace(aborted=aborted))))
         assert isinstance(made, GenerateFnOutput)
-        assert [one.status.value for one in made.samples] == [status]
+        assert [item.status.value for item in made.samples] == [status]
 
 
-def test_evaluation_is_one_sample_at_any_temperature(router: Router) -> None:
+def test_evaluation_gives_a_sample_at_any_temperature(router: Router) -> None:
     ((sample,),) = ran([1], SAMPLING | {"temperature": 0.0}, evaluation=True)
     assert (sample.reward, sample.rollout_log_probs) == (0.0, None)
-    assert {one["temperature"] for one in router.asked} == {0.0}
+    assert {request["temperature"] for request in router.asked} == {0.0}
 
 
 @pytest.mark.parametrize(
-    ("args", "sampling", "said"),
+    ("args", "sampling", "message"),
     [
         ({"partial_rollout": True}, {}, "--partial-rollout"),
         ({"lora_rank": 8}, {}, "LoRA"),
         ({}, {"custom_params": {"return_top_p_token_ids": True}}, "--rollout-top-p 1.0"),
     ],
 )
-def test_what_would_be_trained_wrongly_is_refused(args: Any, sampling: Any, said: str) -> None:
+def test_settings_that_would_train_wrongly_are_refused(args: Any, sampling: Any, message: str) -> None:
     generate = generating("tests.training.live.agent")
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         asyncio.run(generate(SimpleNamespace(**vars(ARGS) | args), Sample(), SAMPLING | sampling))
 
 

@@ -1,4 +1,4 @@
-"""A stop rule sees each planted fault and nothing else, and every live adapter obeys it."""
+"""A stop rule reports each planted fault and nothing else, and every live adapter obeys it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.session.trajectory_cases import make_trajectory
 from tests.training import live, test_skyrl, test_slime, test_tinker, test_verifiers, test_verl
 from tests.training.test_trl_async import taken
-from tests.training.test_trl_rollouts import branching, one_question, trainer
+from tests.training.test_trl_rollouts import ask_once, branching, trainer
 from tokentape import Client
 from tokentape.client import ClientSession
 from tokentape.errors import InvalidRequest, TokentapeError, TrainingStopped
@@ -40,14 +40,14 @@ def samples(bad: Trajectory, count: int) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_share_above_its_limit_halts_and_one_at_its_limit_does_not(name: str) -> None:
+def test_share_above_its_limit_halts_but_at_its_limit_does_not(name: str) -> None:
     bad = replace(GOOD, **PLANTED[name])
     others = {limit: None if limit == "not_exact" else share for limit, share in LIMITS.items()} | {name: 0.25}
     StopRule(**others, window=4).add(samples(bad, 1))
     rule = StopRule(**others, window=4)
     with pytest.raises(TrainingStopped, match=rf"^{name} is 0\.5, the limit is 0\.25 \("):
         rule.add(samples(bad, 2))
-    # Once halted it stays so, whatever comes later.
+    # A halted rule stays halted.
     with pytest.raises(TrainingStopped):
         rule.add([GOOD] * 8)
 
@@ -58,25 +58,25 @@ def test_a_bridge_that_differs_counts_as_unchecked() -> None:
         rule.add([replace(GOOD, verdict="closed, bridge differs")])
 
 
-def test_nothing_is_judged_before_the_window_is_full_and_the_oldest_leave_it() -> None:
+def test_rule_waits_for_a_full_window_and_drops_the_oldest_samples() -> None:
     bad, rule = replace(GOOD, verdict="forked: edited"), StopRule(forked=0.5, window=4)
     rule.add([bad] * 3)
     assert rule.numbers()["forked"] == 1.0
-    one = StopRule(forked=0.5, window=4)
-    one.add([bad] * 2 + [GOOD] * 2)
-    one.add([GOOD] * 2)
-    assert one.numbers()["forked"] == 0.0
+    windowed = StopRule(forked=0.5, window=4)
+    windowed.add([bad] * 2 + [GOOD] * 2)
+    windowed.add([GOOD] * 2)
+    assert windowed.numbers()["forked"] == 0.0
 
 
-def test_warn_says_each_passed_limit_once_and_again_after_it_was_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_passed_limit_is_warned_once_until_it_is_kept_again(caplog: pytest.LogCaptureFixture) -> None:
     bad, rule = replace(GOOD, verdict="forked: edited"), StopRule(forked=0.0, window=1, action="warn")
     with caplog.at_level(logging.WARNING, "tokentape.training"):
-        for one in (bad, bad, GOOD, bad):
-            rule.add([one])
+        for sample in (bad, bad, GOOD, bad):
+            rule.add([sample])
     assert caplog.messages == ["stop rule: forked is 1, the limit is 0"] * 2
 
 
-def test_the_ratio_is_seen_where_its_mean_says_nothing() -> None:
+def test_ratio_limit_triggers_where_the_mean_is_unremarkable() -> None:
     """Tokens sampled from `q`, trained under `p`: the mean ratio is 1, and the policies are far apart."""
     p, q = np.array([0.1, 0.2, 0.7]), np.array([0.6, 0.3, 0.1])
     drawn = np.random.default_rng(0).choice(3, 20_000, p=q)
@@ -93,18 +93,18 @@ def test_a_tracker_gets_the_numbers() -> None:
     rule = StopRule(window=2, tracker=seen.append)
     rule.add([GOOD, replace(GOOD, verdict="forked: edited")])
     rule.add([GOOD])
-    assert [one["forked"] for one in seen] == [0.5, 0.5]
+    assert [entry["forked"] for entry in seen] == [0.5, 0.5]
     assert seen[-1] == rule.numbers()
 
 
-def test_a_tracker_that_fails_is_logged_once_and_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_tracker_is_logged_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     def track(_: object) -> None:
         raise RuntimeError("no disk")
 
     rule = StopRule(forked=0.0, window=1, tracker=track)
     rule.add([GOOD])
     rule.add([GOOD])
-    assert [str(one.exc_info[1]) for one in caplog.records if one.exc_info] == ["no disk"]
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["no disk"]
     with pytest.raises(TrainingStopped):
         rule.add([replace(GOOD, verdict="forked: edited")])
 
@@ -122,7 +122,7 @@ def test_samples_without_loss_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"forked": 20.0}, {"truncated": float("nan")}, {"log_ratio": float("inf")}])
-def test_limits_that_can_not_be_are_refused(bad: dict[str, float]) -> None:
+def test_impossible_limits_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequest, match=rf"{next(iter(bad))} is .*: expected a "):
         StopRule(**bad)  # type: ignore[arg-type]
     StopRule(forked=1.0, truncated=0.0, log_ratio=5.0)
@@ -140,7 +140,7 @@ def test_logprobs_may_be_tensors() -> None:
     assert rule.numbers() == {"log_ratio": 0.25}
 
 
-def test_what_is_no_rule_is_refused() -> None:
+def test_values_that_are_not_rules_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="window 0"):
         StopRule(window=0)
     with pytest.raises(InvalidRequest, match="action 'stop'"):
@@ -165,10 +165,10 @@ def test_in_verl(servers: test_verl.Servers) -> None:
     test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), 0)
     with pytest.raises(TrainingStopped, match="forked"):
         test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), FORKS)
-    # What is sampled with other settings than the trainer's is a validation.
+    # Sampling with settings other than the trainer's is a validation.
     greedy = test_verl.SAMPLING | {"temperature": 0.0}
     test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), FORKS, greedy)
-    # Another loop, as verl makes one for each rollout.
+    # verl makes a new loop for each rollout.
     with pytest.raises(TrainingStopped, match="forked"):
         test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), 0)
 
@@ -187,7 +187,7 @@ def test_in_skyrl(engines: live.SkyRlClient) -> None:
     test_skyrl.generated(engines, {"a": [0]}, stop_rule=no_forks())
     with pytest.raises(TrainingStopped, match="forked"):
         test_skyrl.generated(engines, {"a": [FORKS]}, stop_rule=no_forks())
-    # Nothing of these is trained.
+    # These are not trained.
     test_skyrl.generated(engines, {"a": [FORKS]}, phase="eval", stop_rule=no_forks())
     test_skyrl.generated(engines, {"a": [FORKS, FAILS]}, stop_rule=no_forks())
 
@@ -197,7 +197,7 @@ def test_in_verifiers(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> N
     test_verifiers.traces_of(ledger, 0)
     with pytest.raises(TrainingStopped, match="forked"):
         test_verifiers.traces_of(ledger, FORKS)
-    # A halted rule halts no evaluation.
+    # A halted rule does not halt evaluation.
     test_verifiers.traces_of(ledger, FORKS, client="eval")
 
 
@@ -207,7 +207,7 @@ def test_in_the_tinker_cookbook(tinker_ledger: live.Ledger, monkeypatch: pytest.
     strategy = test_tinker.Rollouts()
     with pytest.raises(RuntimeError, match="the agent failed"):
         test_tinker.trajectories_of(tinker_ledger, FORKS, FAILS, strategy=strategy)
-    # The cookbook skips a group that fails as long as this is set, and then goes on.
+    # The cookbook skips a failing group while this is set, and then continues.
     assert strategy.catches_group_errors
     with pytest.raises(TrainingStopped, match="forked"):
         test_tinker.trajectories_of(tinker_ledger, FORKS, strategy=strategy)
@@ -221,7 +221,7 @@ def client(gateway_url: str) -> Iterator[Client]:
 
 
 def test_in_trl(client: Client) -> None:
-    GatewayRollouts(client, one_question, stop_rule=StopRule(truncated=1.0, window=1))(["a", "a"], trainer())
+    GatewayRollouts(client, ask_once, stop_rule=StopRule(truncated=1.0, window=1))(["a", "a"], trainer())
     with pytest.raises(TrainingStopped, match="forked"):
         GatewayRollouts(client, branching, branches="last", stop_rule=no_forks())(["a", "a"], trainer())
     rule, evaluating = StopRule(window=1), trainer(model=SimpleNamespace(training=False))
@@ -238,10 +238,10 @@ def test_in_trl_s_asynchronous_trainer(client: Client) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:You are importing from 'trl.experimental'")
-def test_in_trl_s_asynchronous_trainer_without_agents_that_fail(client: Client) -> None:
+def test_in_trl_s_asynchronous_trainer_without_failing_agents(client: Client) -> None:
     def agent(session: ClientSession, row: Row) -> float:
         if row["prompt"] != "bad":
-            return one_question(session, row)
+            return ask_once(session, row)
         branching(session, row)
         raise RuntimeError("tool broke")
 

@@ -28,7 +28,7 @@ def with_supports(first: Any, second: Any) -> Sample:
     return replace(sample, payloads={SUPPORTS: TokenRows(rows, np.array([False, True, False, True]))})
 
 
-def test_slime_gets_ids_and_offsets_with_nothing_for_tokens_that_are_not_trained() -> None:
+def test_slime_gets_ids_and_offsets_with_empty_rows_for_untrained_tokens() -> None:
     sample = with_supports(CUT, CUT)
     _, first, _, last = sample.token_ids.tolist()
     made = exports.slime_sample(sample, 0, 0)
@@ -37,7 +37,7 @@ def test_slime_gets_ids_and_offsets_with_nothing_for_tokens_that_are_not_trained
     assert len(made["rollout_top_p_token_offsets"]) == made["response_length"] + 1
 
 
-def test_miles_gets_its_own_class_with_a_support_for_each_token() -> None:
+def test_miles_gets_its_class_with_a_support_for_each_token() -> None:
     sample = with_supports(CUT, CUT)
     _, first, between, last = sample.token_ids.tolist()
     made = exports.slime_sample(sample, 0, 0, sampling_mask=dict)
@@ -62,7 +62,7 @@ def test_skyrl_gets_rows_as_wide_as_the_largest_support_with_the_sampled_id_firs
 
 
 @pytest.mark.parametrize("meaning", [WHOLE, sampled("scaled", top_p=0.9)])
-def test_logprobs_over_the_vocabulary_go_without_supports(meaning: Any) -> None:
+def test_logprobs_over_the_vocabulary_have_no_supports(meaning: Any) -> None:
     """A trainer that replays them computes others than these."""
     sample = with_supports(meaning, meaning)
     assert "rollout_top_p_token_ids" not in exports.slime_sample(sample, 0, 0)
@@ -81,7 +81,7 @@ def test_a_batch_never_has_supports_beside_logprobs_over_the_vocabulary(collate:
     assert fitting.payloads[SUPPORTS].known.sum() == 2
 
 
-def test_a_support_that_was_too_large_is_not_taken_for_the_vocabulary() -> None:
+def test_too_large_support_is_not_taken_for_the_vocabulary() -> None:
     rows = np.array([pack([1, 2], 9), pack([1, 2], 1)], object)
     with pytest.raises(InvalidRequest, match="only the size of a support is recorded"):
         renormalized_logprobs(torch.zeros(2, 5), torch.tensor([1, 1]), rows)

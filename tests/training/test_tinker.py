@@ -1,4 +1,4 @@
-"""The cookbook's strategy over a sampling client that keeps a ledger, with what tinker-cookbook 0.6.1 gives to it."""
+"""The cookbook's strategy over a sampling client that keeps a ledger, called as by tinker-cookbook 0.6.1."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rollouts(AgentRollouts):
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[live.Ledger]:
-    given: dict[str, dict[str, Any]] = {
+    batches: dict[str, dict[str, Any]] = {
         "tinker": {"ModelInput": ModelInput},
         "tinker_cookbook": {},
         "tinker_cookbook.completers": {"TokensWithLogprobs": lambda ids, logprobs: (ids, logprobs)},
@@ -62,7 +62,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[live.Ledger]:
             ),
         },
     }
-    for name, names in given.items():
+    for name, names in batches.items():
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
@@ -96,17 +96,17 @@ def trajectories_of(
 
 
 def rows_of(trajectory: Any) -> Iterator[Row]:
-    """A row per datum: where an observation goes on from no transition before it, another one begins."""
+    """Return a row per datum. An observation that continues no earlier transition begins a new datum."""
     row: Row | None = None
-    reward = sum(one.reward for one in trajectory.transitions)
+    reward = sum(transition.reward for transition in trajectory.transitions)
     about: dict[str, Any] = {"reward": reward, "truncated": trajectory.stop_reason == "max_tokens"}
-    for one in trajectory.transitions:
-        if row is None or one.ob[: len(row.token_ids)] != row.token_ids:
+    for transition in trajectory.transitions:
+        if row is None or transition.ob[: len(row.token_ids)] != row.token_ids:
             if row is not None:
                 yield row
             row = Row([], [], [], **about)
-        ids, logprobs = one.ac
-        added = one.ob[len(row.token_ids) :]
+        ids, logprobs = transition.ac
+        added = transition.ob[len(row.token_ids) :]
         row.token_ids.extend([*added, *ids])
         row.weights.extend([0] * len(added) + [1] * len(ids))
         row.logprobs.extend([0.0] * len(added) + logprobs)
@@ -114,12 +114,12 @@ def rows_of(trajectory: Any) -> Iterator[Row]:
         yield row
 
 
-def test_transitions_are_what_the_client_sampled(ledger: live.Ledger) -> None:
+def test_transitions_equal_the_tokens_that_the_client_sampled(ledger: live.Ledger) -> None:
     made = trajectories_of(ledger, *range(len(live.KINDS)))
-    assert [len(one.transitions) for one in made] == [3, 4, 3, 3, 3]
-    assert [one.transitions[-1].episode_done for one in made] == [True] * 5
+    assert [len(trajectory.transitions) for trajectory in made] == [3, 4, 3, 3, 3]
+    assert [trajectory.transitions[-1].episode_done for trajectory in made] == [True] * 5
     golden = live.golden_of(ledger.calls, {str(n): reward for n, reward in enumerate(live.REWARDS)})
-    assert live.checked(golden, [row for one in made for row in rows_of(one)])[::2] == (set(), set())
+    assert live.checked(golden, [row for trajectory in made for row in rows_of(trajectory)])[::2] == (set(), set())
 
 
 @pytest.mark.parametrize(("number", "error"), [(5, "the agent failed"), (6, "completed no model call")])

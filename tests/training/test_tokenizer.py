@@ -1,4 +1,4 @@
-"""A training tokenizer over real ones: old ids stay, new ones are stable, and what is saved loads to the same."""
+"""A training tokenizer over real ones: old ids stay, new ids are stable, and saved tokenizers load to the same ids."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def training(model_dir: Path) -> TrainingTokenizer:
     return TrainingTokenizer.load(model_dir, pad="<|pad|>").with_block("item", codebook("item", [4, 4, 4]))
 
 
-def test_new_ids_stand_behind_the_old_ones_and_rows_are_rounded_up(training: TrainingTokenizer) -> None:
+def test_new_ids_follow_the_old_ids_and_rows_are_rounded_up(training: TrainingTokenizer) -> None:
     assert (training.pad_id, training.block("item").ids) == (4000, range(4001, 4013))
     assert (training.vocab_size, training.known.sum()) == (4032, 4013)
 
 
-def test_adding_a_block_again_or_behind_another_moves_no_id(training: TrainingTokenizer) -> None:
+def test_adding_a_block_again_or_after_another_moves_no_id(training: TrainingTokenizer) -> None:
     assert training.with_block("item", codebook("item", [4, 4, 4])) is training
     more = training.with_block("user", ["<|user_a|>"])
     assert more.blocks[:2] == training.blocks
     assert more.block("user").ids == range(4013, 4014)
 
 
-def test_new_tokens_are_one_id_each_also_between_words(training: TrainingTokenizer) -> None:
+def test_new_tokens_encode_to_a_single_id_also_between_words(training: TrainingTokenizer) -> None:
     ids = training.tokenizer.encode_plain("see<|item_1_0|>here")
     assert ids.count(training.block("item").first_id + 4) == 1
     assert training.tokenizer.decode(ids) == "see<|item_1_0|>here"
 
 
-def test_text_of_callers_never_becomes_a_new_token(training: TrainingTokenizer) -> None:
+def test_caller_text_never_becomes_a_new_token(training: TrainingTokenizer) -> None:
     ids = training.tokenizer.encode_marked("see<|item_1_0|>here").ids
     assert not set(ids) & set(training.block("item").ids)
 
 
 @given(st.text())
-def test_any_text_has_its_old_ids(model_dir: Path, training: TrainingTokenizer, text: str) -> None:
+def test_any_text_keeps_its_ids(model_dir: Path, training: TrainingTokenizer, text: str) -> None:
     assert training.tokenizer.encode_plain(text) == Tokenizer.load(model_dir).encode_plain(text)
 
 
-def test_the_padding_token_is_never_an_end_of_sequence_unless_said(model_dir: Path) -> None:
+def test_padding_token_is_not_eos_unless_requested(model_dir: Path) -> None:
     with pytest.raises(InvalidRequest, match="is also an end-of-sequence token"):
         TrainingTokenizer.load(model_dir)
     with pytest.raises(InvalidRequest, match="is also an end-of-sequence token"):
@@ -59,18 +59,18 @@ def test_the_padding_token_is_never_an_end_of_sequence_unless_said(model_dir: Pa
     assert TrainingTokenizer.load(model_dir, pad_is_eos=True).pad_token == "<|endoftext|>"
 
 
-def test_an_existing_token_can_be_the_padding_token_and_nothing_is_added(model_dir: Path) -> None:
+def test_existing_token_can_be_the_padding_token_without_an_addition(model_dir: Path) -> None:
     made = TrainingTokenizer.load(model_dir, pad="<|im_start|>")
     assert (made.pad_id, made.blocks) == (3992, ())
     assert made.source == (model_dir / "tokenizer.json").read_bytes()
 
 
-def test_a_tokenizer_without_padding_token_asks_for_one() -> None:
+def test_tokenizer_without_padding_token_is_refused_with_advice() -> None:
     with pytest.raises(InvalidRequest, match="has no padding token"):
         TrainingTokenizer.load(SMALL / "llama3")
 
 
-def test_ids_of_padding_rows_are_refused_with_their_place(training: TrainingTokenizer) -> None:
+def test_ids_of_padding_rows_are_refused_with_their_position(training: TrainingTokenizer) -> None:
     training.check_ids(np.array([0, 4012], np.int32))
     for bad in (4013, 4031, 4032, -1):
         with pytest.raises(InvalidRequest, match=f"id {bad} at position 1"):
@@ -95,14 +95,14 @@ def test_a_token_that_would_change_old_text_is_refused(
         training.with_block("more", tokens)
 
 
-def test_a_block_can_not_be_given_other_tokens(training: TrainingTokenizer) -> None:
+def test_tokens_of_an_existing_block_can_not_be_changed(training: TrainingTokenizer) -> None:
     with pytest.raises(InvalidRequest, match="other tokens"):
         training.with_block("item", ["<|a|>"])
     with pytest.raises(InvalidRequest, match="the blocks are: pad, item"):
         training.block("nothing")
 
 
-def test_what_is_saved_loads_to_the_same(training: TrainingTokenizer, tmp_path: Path) -> None:
+def test_saved_tokenizer_loads_to_the_same(training: TrainingTokenizer, tmp_path: Path) -> None:
     training.save(tmp_path)
     again = TrainingTokenizer.load(tmp_path)
     assert (again.blocks, again.pad_id, again.vocab_size) == (training.blocks, training.pad_id, training.vocab_size)
@@ -111,7 +111,7 @@ def test_what_is_saved_loads_to_the_same(training: TrainingTokenizer, tmp_path: 
     assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 4000
 
 
-def test_a_layout_that_is_not_the_tokenizer_s_is_refused(training: TrainingTokenizer, tmp_path: Path) -> None:
+def test_layout_of_another_tokenizer_is_refused(training: TrainingTokenizer, tmp_path: Path) -> None:
     training.save(tmp_path)
     path = tmp_path / "training_tokenizer.json"
     path.write_text(path.read_text().replace('"first_id": 4001', '"first_id": 4002'))
@@ -145,14 +145,14 @@ def check_auto_tokenizer(training: TrainingTokenizer, folder: Path) -> None:
     assert len(auto) == training.tokenizer.vocab_size
 
 
-def test_auto_tokenizer_loads_it_to_the_same_ids(training: TrainingTokenizer, tmp_path: Path) -> None:
+def test_auto_tokenizer_loads_the_saved_tokenizer_to_the_same_ids(training: TrainingTokenizer, tmp_path: Path) -> None:
     check_auto_tokenizer(training, tmp_path)
 
 
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("family", REAL_FAMILIES or [""])
-def test_auto_tokenizer_loads_real_ones_to_the_same_ids(family: str, tmp_path: Path) -> None:
+def test_auto_tokenizer_loads_real_tokenizers_to_the_same_ids(family: str, tmp_path: Path) -> None:
     made = TrainingTokenizer.load(model_path(family), pad="<|pad|>").with_block("item", codebook("item", [4, 4, 4]))
     assert made.vocab_size % 64 == 0
     check_auto_tokenizer(made, tmp_path)

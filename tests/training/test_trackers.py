@@ -1,4 +1,4 @@
-"""Numbers reach the trackers' own clients. The files are read back with their own readers, where they are installed."""
+"""Numbers reach the trackers' clients. The files are read back with the trackers' readers, where installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBERS = [{"forked": 0.5, "log_ratio": 0.25}, {"forked": 0.75, "log_ratio": 0.1
 @pytest.mark.parametrize(
     ("module", "tracker"), [("wandb", wandb_tracker), ("tensorboard.summary", tensorboard_tracker)]
 )
-def test_a_missing_client_is_named_with_the_command_that_installs_it(
+def test_missing_client_error_contains_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, tracker: object
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -38,7 +38,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     read.Reload()
     for name in NUMBERS[0]:
         events = read.Tensors(f"tokentape/{name}")
-        assert [(one.step, one.tensor_proto.float_val[0]) for one in events] == [
+        assert [(event.step, event.tensor_proto.float_val[0]) for event in events] == [
             (n, numbers[name]) for n, numbers in enumerate(NUMBERS)
         ]
 
@@ -55,10 +55,10 @@ def wandb_history(file: Path) -> list[dict[str, str]]:
         size, kind = struct.unpack_from("<HB", data, at + 4)
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a whole record, or its last part
             record, parts = Record.FromString(parts), b""
             if record.WhichOneof("record_type") == "history":
-                rows.append({one.key or "/".join(one.nested_key): one.value_json for one in record.history.item})
+                rows.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
     return rows
 
 

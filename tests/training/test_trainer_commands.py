@@ -1,4 +1,4 @@
-"""Commands and configurations of the page of trainers, read by the trainers' own code: training itself needs GPUs."""
+"""Commands and configurations of the page of trainers, parsed by the trainers' code. Training itself needs GPUs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SECTIONS = {
     "nemo_gym": ("NeMo-RL with NeMo-Gym", "examples/nemo_gym/my_run_grpo_nemo_gym.py"),
     "tinker_cookbook": ("Tinker cookbook", ""),
 }
-"""The section of each on the page, and the program in it that the options are for."""
+"""For each trainer, its section on the page and the program whose options are checked."""
 
 
-def given(section: str, program: str) -> dict[str, Any]:
-    """The options of a section's program, and the configurations that it shows."""
+def documented_options(section: str, program: str) -> dict[str, Any]:
+    """Return the options of a section's program, and the section's configurations."""
     (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
 
     def code(language: str) -> str:
@@ -39,8 +39,10 @@ def given(section: str, program: str) -> dict[str, Any]:
 @pytest.mark.differential
 @pytest.mark.parametrize("trainer", list(SECTIONS))
 def test_the_trainer_knows_the_options_of_its_section(trainer: str) -> None:
-    assert answered(trainer, "trainer_commands", given(*SECTIONS[trainer])) == []
+    assert answered(trainer, "trainer_commands", documented_options(*SECTIONS[trainer])) == []
 
 
 def test_every_section_has_a_command() -> None:
-    assert [name for name, section in SECTIONS.items() if not any(given(*section).values())] == ["tinker_cookbook"]
+    assert [name for name, section in SECTIONS.items() if not any(documented_options(*section).values())] == [
+        "tinker_cookbook"
+    ]

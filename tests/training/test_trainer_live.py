@@ -17,7 +17,7 @@ from tests.training.interpreters import REPOSITORY, answered
 PAGE = (REPOSITORY / "docs/how-to/train-live.md").read_text()
 
 ROWS = {0: "refused", 2: "two rows", 3: "three rows"}
-"""What becomes of a session with a fork."""
+"""The table's cell for a session with a fork."""
 
 TRAINERS = {
     "verl": ("verl", "failure"),
@@ -33,28 +33,28 @@ TRAINERS = {
     "trl_async": ("TRL's `AsyncGRPOTrainer`", ""),
     "openenv": ("TRL's `HarnessRolloutWorker`", ""),
 }
-"""The name of each on the page, and what it says of a failed agent, or of a session that it refuses."""
+"""For each trainer, its name on the page and the cell for a failed agent or a refused session."""
 
 
 def table_after(header: str) -> dict[str, list[str]]:
-    """The rows of a table of the page, by their first cell without version."""
-    (found,) = re.findall(rf"^\| trainer \| {re.escape(header)}.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.M)
-    rows = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in found.splitlines()]
+    """Return the rows of a table of the page, by their first cell without the version."""
+    (table,) = re.findall(rf"^\| trainer \| {re.escape(header)}.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.M)
+    rows = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in table.splitlines()]
     return {name: cells for name, *cells in rows}
 
 
 def cells(made: dict[str, Any]) -> list[str]:
-    """What the first cells of the page's row begin with, by what was measured."""
+    """Return the beginnings of the first cells of the page's row, from the measured result."""
     whole = {made["sessions"][kind] for kind in ("exact", "truncated at the end", "truncated inside")}
-    whole_said, versions, resumed = (
-        "yes" if one else "no" for one in (whole == {1}, made["versions"], made["resumed"])
+    exact_column, versions, resumed = (
+        "yes" if flag else "no" for flag in (whole == {1}, made["versions"], made["resumed"])
     )
-    return [whole_said, ROWS[made["sessions"]["forked"]], versions, resumed]
+    return [exact_column, ROWS[made["sessions"]["forked"]], versions, resumed]
 
 
 @pytest.mark.differential
 @pytest.mark.parametrize("trainer", list(TRAINERS))
-def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(
+def test_trainer_rows_of_live_agents_equal_the_sampled_tokens(
     trainer: str, record_property: Callable[[str, object], None]
 ) -> None:
     name, failed = TRAINERS[trainer]
@@ -75,14 +75,14 @@ def test_the_page_has_a_row_for_each_trainer_that_is_run() -> None:
     assert set(live.KINDS) == {"exact", "forked", "truncated at the end", "truncated inside", "two versions"}
 
 
-def test_classes_that_the_page_says_ran_are_in_the_tests_of_trainers() -> None:
+def test_classes_named_on_the_page_are_in_the_trainer_tests() -> None:
     tests = "".join(path.read_text() for path in (REPOSITORY / "tests/training").glob("t*.py"))
     for name, (ran, *_) in table_after("its classes").items():
         for part in re.findall(r"`([\w.]+)`", ran):
             assert re.search(rf"\b{part.split('.')[-1]}\b", tests), f"{name}: {part}"
 
 
-def test_modules_that_trainers_interpreters_run_import_no_pytest() -> None:
+def test_modules_run_by_trainer_interpreters_do_not_import_pytest() -> None:
     """CONTRIBUTING.md installs no pytest beside trainers."""
     modules = sorted(path.stem for path in (REPOSITORY / "tests/training").glob("trainer_*.py"))
     code = f"import sys; sys.modules['pytest'] = None; from tests.training import {', '.join(modules)}"

@@ -19,15 +19,17 @@ from tokentape.training._trainer_rows import WITH_ADVANTAGES, accepted_rows, tra
 
 def advantages(trainer: str, samples: list[Sample]) -> list[Any]:
     rows = trainer_rows(trainer, samples)
-    found = [row["advantages"] if "advantages" in row else row["loss_fn_inputs"]["advantages"].tolist() for row in rows]
-    return [sorted(set(one)) for one in found]
+    values = [
+        row["advantages"] if "advantages" in row else row["loss_fn_inputs"]["advantages"].tolist() for row in rows
+    ]
+    return [sorted(set(row_values)) for row_values in values]
 
 
 @pytest.mark.parametrize("trainer", WITH_ADVANTAGES)
-def test_own_advantages_are_kept_and_missing_ones_are_the_group_s(trainer: str) -> None:
+def test_set_advantages_are_kept_and_missing_ones_are_computed(trainer: str) -> None:
     samples = two_branches()
     assert advantages(trainer, samples) == [[0, 0.5], [0, 0.5]]
-    assert advantages(trainer, [replace(one, columns={}) for one in samples]) == [[0], [0]]
+    assert advantages(trainer, [replace(sample, columns={}) for sample in samples]) == [[0], [0]]
 
 
 @pytest.mark.parametrize("trainer", WITH_ADVANTAGES)
@@ -38,7 +40,7 @@ def test_advantages_of_some_samples_only_are_refused(trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["nemo-rl", "slime"])
-def test_rows_are_built_once_where_nothing_is_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_built_once_if_no_session_is_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"nemo-rl": "nemo_rl_datum", "slime": "slime_sample"}[trainer]
     built = Mock(wraps=getattr(exports, name))
     monkeypatch.setattr(exports, name, built)
@@ -47,8 +49,10 @@ def test_rows_are_built_once_where_nothing_is_refused(trainer: str, monkeypatch:
     assert built.call_count == len(samples)
 
 
-def test_sessions_that_are_refused_are_named_and_the_others_numbered_without_them() -> None:
-    refused, *others = (replace(one, session_id=f"s{n}") for n, one in enumerate([*two_branches(), *two_branches()]))
+def test_refused_sessions_are_named_and_skipped_in_the_numbering() -> None:
+    refused, *others = (
+        replace(sample, session_id=f"s{n}") for n, sample in enumerate([*two_branches(), *two_branches()])
+    )
     samples = [replace(refused, reward=None), *others]
     taken, rows, why = accepted_rows("nemo-rl", samples)
     assert (taken, list(why)) == (others, ["s0"])
@@ -56,7 +60,7 @@ def test_sessions_that_are_refused_are_named_and_the_others_numbered_without_the
     assert [row["idx"] for row in rows] == [row["idx"] for row in trainer_rows("nemo-rl", others)]
 
 
-def test_a_number_that_json_lacks_is_refused() -> None:
+def test_numbers_that_json_lacks_are_refused() -> None:
     file = io.BytesIO()
     write_trainer_rows([{"a": 1.0}], file)
     assert json.loads(file.getvalue()) == {"a": 1}

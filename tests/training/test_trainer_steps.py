@@ -1,7 +1,7 @@
 """Training steps of trainers' own code on a CPU, on recorded sessions of the tiny model that they train.
 
-The engine samples with that model and notes each call down. Reference are its notes alone: the gradient of the policy
-loss over its calls, with the advantages of its sessions.
+The engine samples with that model and records each call. These records alone are the reference: the gradient of the
+policy loss over the calls, with the advantages of their sessions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def policy() -> Any:
 
 @dataclass
 class PolicyLedger(live.Ledger):
-    """Samples with the model, and aborts the second call: the gateway has the rest of it sampled later."""
+    """Samples with the model, and aborts the second call. The gateway samples the rest later."""
 
     draws: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(11))
 
@@ -74,7 +74,7 @@ class PolicyLedger(live.Ledger):
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the engine noted down, and what was recorded of it."""
+    """The engine's calls, and the samples recorded from them."""
 
     calls: list[live.Call]
     rewards: dict[str, float]
@@ -95,9 +95,9 @@ def recorded() -> Iterator[Recorded]:
         about: Any = {"name": "ledger", "sampling": names, "logprobs_mode": "processed_logprobs"}
         gateway = await live_gateway(MODEL, sample, max_context=500, **about)
         made = [await gateway.run(live.agent, {"number": n}, group="g", handle=None) for n in range(5)]
-        assert [one.error for one in made] == [None] * 5
-        rewards = dict(zip((one.session_id for one in made), live.REWARDS, strict=True))
-        return Recorded(ledger.calls, rewards, [one for rollout in made for one in rollout.samples])
+        assert [rollout.error for rollout in made] == [None] * 5
+        rewards = dict(zip((rollout.session_id for rollout in made), live.REWARDS, strict=True))
+        return Recorded(ledger.calls, rewards, [sample for rollout in made for sample in rollout.samples])
 
     yield asyncio.run(run())
     live.LEDGER.clear()
@@ -108,23 +108,23 @@ def verl(samples: list[Sample]) -> Any:
 
 
 def prime_rl(samples: list[Sample]) -> Any:
-    return [exports.prime_rl_training_sample(one, "e") for one in group_advantages(samples)]
+    return [exports.prime_rl_training_sample(sample, "e") for sample in group_advantages(samples)]
 
 
 def moved(sample: Sample, name: str) -> Sample:
-    """A planted error: all values one token too late."""
+    """Plant an error: shift all values one token later."""
     values = getattr(sample, name)
     return replace(sample, **{name: np.concatenate([values[:1], values[:-1]])})
 
 
 EXPORTS: dict[str, Callable[[list[Sample]], Any]] = {"verl": verl, "prime_rl": prime_rl}
 SPREAD = {"verl": 1, "prime_rl": 0}
-"""What each takes off the number of sessions in the standard deviation of their rewards."""
+"""The degrees of freedom that each trainer subtracts in the standard deviation of rewards."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a trainer made of a batch."""
+    """A trainer's result for a batch."""
 
     rows: list[dict[str, Any]]
     losses: list[float]
@@ -136,11 +136,13 @@ def ran(request: Any, recorded: Recorded, tmp_path_factory: pytest.TempPathFacto
     trainer, folder = request.param, tmp_path_factory.mktemp("gradients")
     export = EXPORTS[trainer]
     batches = {"exported": export(recorded.samples)}
-    batches |= {name: export([moved(one, name) for one in recorded.samples]) for name in ("loss_mask", "logprobs")}
+    batches |= {
+        name: export([moved(sample, name) for sample in recorded.samples]) for name in ("loss_mask", "logprobs")
+    }
     asked = {"model": str(MODEL), "gradients": str(folder), "batches": batches}
     made = answered(trainer, "trainer_steps", asked)
     return trainer, {
-        name: Ran(one["rows"], one["losses"], dict(np.load(folder / f"{name}.npz"))) for name, one in made.items()
+        name: Ran(run["rows"], run["losses"], dict(np.load(folder / f"{name}.npz"))) for name, run in made.items()
     }
 
 
@@ -156,14 +158,14 @@ def reference(recorded: Recorded, less: int) -> dict[str, Any]:
         logits = model(input_ids=torch.tensor([call.prompt + call.ids])).logits[0, len(call.prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(call.ids)[:, None])
         (-of_session[call.session] * logprobs.sum() / tokens).backward()
-    return {name: one.grad.numpy() for name, one in model.named_parameters()}
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
 def faults(recorded: Recorded, trainer: str, made: Ran) -> set[str]:
-    """What is wrong with the inputs of a loss, with its first ratio, and with the gradient of the first step."""
+    """Return the errors in the inputs of a loss, its first ratio, and the gradient of the first step."""
     rows = [Row(**{name: value for name, value in row.items() if name != "new"}) for row in made.rows]
     golden = live.golden_of(recorded.calls, recorded.rewards)
-    found = set(live.findings_of(golden, rows))
+    errors = set(live.findings_of(golden, rows))
     apart = [
         abs(new - old)
         for row in made.rows
@@ -171,18 +173,20 @@ def faults(recorded: Recorded, trainer: str, made: Ran) -> set[str]:
         if weight
     ]
     if max(apart) > 1e-4:
-        found.add("the first ratio is not 1")
+        errors.add("the first ratio is not 1")
     for name, expected in reference(recorded, SPREAD[trainer]).items():
         if np.abs(made.gradient[name] - expected).max() > 1e-3 * np.abs(expected).max():
-            found.add("another gradient")
-    return found
+            errors.add("another gradient")
+    return errors
 
 
 def test_the_session_was_aborted_and_resumed_forked_truncated_and_of_two_versions(recorded: Recorded) -> None:
     assert len(recorded.samples) == 6
-    assert {version for one in recorded.samples for _, _, version in one.weight_spans} == {"7", "8"}
-    assert sum("length" in one.finish_reasons[:-1] for one in recorded.samples) == 1
-    assert sum(int(one.loss_mask.sum()) for one in recorded.samples) == sum(len(one.ids) for one in recorded.calls)
+    assert {version for sample in recorded.samples for _, _, version in sample.weight_spans} == {"7", "8"}
+    assert sum("length" in sample.finish_reasons[:-1] for sample in recorded.samples) == 1
+    assert sum(int(sample.loss_mask.sum()) for sample in recorded.samples) == sum(
+        len(call.ids) for call in recorded.calls
+    )
 
 
 def test_a_training_step_is_over_each_sampled_token_once(ran: tuple[str, dict[str, Ran]], recorded: Recorded) -> None:
@@ -201,7 +205,7 @@ def test_planted_errors_are_noticed(
     ran: tuple[str, dict[str, Ran]], recorded: Recorded, planted: str, noticed: str
 ) -> None:
     trainer, made = ran
-    found = faults(recorded, trainer, made[planted])
-    assert any(noticed in one for one in found)
+    errors = faults(recorded, trainer, made[planted])
+    assert any(noticed in error for error in errors)
     # The kit sees it in the rows too.
-    assert any(noticed not in one for one in found)
+    assert any(noticed not in error for error in errors)

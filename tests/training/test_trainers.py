@@ -32,8 +32,8 @@ Meaning = tuple[TokenDistribution | None, TokenDistribution | None]
 
 
 def sampled(mode: str, **params: Any) -> Meaning:
-    given = replace(PARAMS, **params)
-    return sampled_from(given), logprobs_of(f"e 1 {mode}_logprobs", given)
+    params_used = replace(PARAMS, **params)
+    return sampled_from(params_used), logprobs_of(f"e 1 {mode}_logprobs", params_used)
 
 
 def two_turns(first: Meaning, second: Meaning, *, trained: Sequence[bool] = (True, True)) -> Sample:
@@ -65,18 +65,18 @@ def alike(*meaning: Any, **params: Any) -> Sample:
 
 
 EXPORTS: dict[str, Callable[[Sample], Any]] = {
-    "trl": lambda one: exports.trl_rollouts([one]),
+    "trl": lambda sample: exports.trl_rollouts([sample]),
     "verl": exports.verl_agent_loop_output,
-    "verl batch": lambda one: exports.verl_data_proto([one], pad_id=0, vocab_size=99),
-    "slime": lambda one: exports.slime_sample(one, 0, 0),
-    "prime-rl": lambda one: exports.prime_rl_training_sample(one, "env"),
-    "verifiers": lambda one: exports.verifiers_nodes([one]),
-    "skyrl": lambda one: exports.skyrl_generator_output([one]),
-    "nemo-rl": lambda one: exports.nemo_rl_datum(one, 0),
+    "verl batch": lambda sample: exports.verl_data_proto([sample], pad_id=0, vocab_size=99),
+    "slime": lambda sample: exports.slime_sample(sample, 0, 0),
+    "prime-rl": lambda sample: exports.prime_rl_training_sample(sample, "env"),
+    "verifiers": lambda sample: exports.verifiers_nodes([sample]),
+    "skyrl": lambda sample: exports.skyrl_generator_output([sample]),
+    "nemo-rl": lambda sample: exports.nemo_rl_datum(sample, 0),
     "tinker": exports.tinker_datum,
     "agent-lightning": exports.agent_lightning_triplets,
-    "padded": lambda one: padded([one], pad_id=0, vocab_size=99),
-    "packed": lambda one: packed([one], pad_id=0, vocab_size=99),
+    "padded": lambda sample: padded([sample], pad_id=0, vocab_size=99),
+    "packed": lambda sample: packed([sample], pad_id=0, vocab_size=99),
 }
 
 
@@ -90,9 +90,9 @@ EXPORTS: dict[str, Callable[[Sample], Any]] = {
         alike("raw", top_k=3, presence_penalty=1.0),
         *(alike(mode, temperature=heat) for mode in ("processed", "scaled") for heat in (0.6, 1.4)),
     ],
-    ids=lambda one: f"{one.sampled_from[0].temperature} {one.sampled_from[0].truncation}",
+    ids=lambda recorded: f"{recorded.sampled_from[0].temperature} {recorded.sampled_from[0].truncation}",
 )
-def test_logprobs_that_a_trainer_computes_itself_are_handed_on(name: str, sample: Sample) -> None:
+def test_logprobs_that_the_trainer_recomputes_are_exported(name: str, sample: Sample) -> None:
     if name == "tinker" and sample.logprobs_of[0] != UNCHANGED:
         with pytest.raises(InvalidRequest, match=r"computes log_softmax\(logits\); .* sample at 1"):
             EXPORTS[name](sample)
@@ -117,7 +117,7 @@ def test_logprobs_that_a_trainer_computes_itself_are_handed_on(name: str, sample
         (two_turns(sampled("raw"), (UNCHANGED, replace(UNCHANGED, grammar=None))), "with_distributions"),
     ],
 )
-def test_others_are_refused_with_the_setting_that_helps(name: str, sample: Sample, help_with: str) -> None:
+def test_other_logprobs_are_refused_with_the_setting_to_change(name: str, sample: Sample, help_with: str) -> None:
     with pytest.raises(InvalidRequest, match=help_with):
         EXPORTS[name](sample)
 
@@ -126,7 +126,7 @@ MIXED = two_turns(sampled("processed", temperature=0.6), sampled("processed"))
 
 
 @pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("prime-rl", "padded", "packed")])
-def test_a_sample_of_two_temperatures_is_refused_where_there_is_one(name: str) -> None:
+def test_sample_of_two_temperatures_is_refused_where_the_trainer_takes_one(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"sampled at (0\.6, 1|temperature)"):
         EXPORTS[name](MIXED)
 
@@ -136,13 +136,13 @@ def test_prime_rl_and_batches_have_the_temperature_of_each_turn() -> None:
     np.testing.assert_array_equal(padded([MIXED], pad_id=0, vocab_size=99).temperatures[0], token_temperatures(MIXED))
 
 
-def test_turns_that_are_context_do_not_count() -> None:
+def test_context_turns_do_not_count() -> None:
     context = two_turns(sampled("raw", temperature=1.4), sampled("raw"), trained=(False, True))
     assert temperature([context], "verl") == 1.0
     assert temperature([two_turns((None, None), (None, None), trained=(False, False))], "verl") == 1.0
 
 
-def test_samples_of_one_batch_are_of_one_temperature() -> None:
+def test_batch_of_several_temperatures_is_refused() -> None:
     samples = [alike("processed"), alike("processed", temperature=0.6)]
     with pytest.raises(InvalidRequest, match="SkyRL divides logits by one temperature"):
         exports.skyrl_generator_output(samples)
@@ -156,21 +156,21 @@ def test_a_batch_for_a_loss_without_logprobs_takes_all() -> None:
     assert (batch.temperatures[~batch.loss_mask] == 1).all()
 
 
-def test_what_is_known_of_an_old_record_can_be_said() -> None:
+def test_distribution_of_an_old_record_can_be_set() -> None:
     old: Trajectory = replace(make_trajectory(), sampled_from=(None,), logprobs_of=(None,))
     (sample,) = assemble([old]).samples
     heated = replace(UNCHANGED, temperature=0.6)
     assert temperature([with_distributions(sample, sampled_from=heated)], "verl") == 0.6
     with pytest.raises(InvalidRequest, match="processed_logprobs"):
         temperature([with_distributions(sample, sampled_from=heated, logprobs_of=UNCHANGED)], "verl")
-    # What is recorded is not changed.
+    # The record is not changed.
     (known,) = assemble([make_trajectory()]).samples
     assert with_distributions(known, sampled_from=heated).sampled_from == (UNCHANGED,)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("mode", ["raw", "penalised", "scaled", "processed", "unverified"])
-def test_what_is_said_of_a_mode_is_what_the_exports_do(trainer: str, mode: str) -> None:
+def test_statement_about_a_mode_matches_the_exports(trainer: str, mode: str) -> None:
     def works(heat: float) -> bool:
         try:
             temperature([alike(mode, temperature=heat)], trainer)
@@ -178,10 +178,10 @@ def test_what_is_said_of_a_mode_is_what_the_exports_do(trainer: str, mode: str) 
             return False
         return True
 
-    said = served(trainer, f"{mode}_logprobs")
-    assert (said.status != "fail") is works(1.0)
-    assert ("at temperature 1" not in said.found and said.status == "ok") is works(0.6)
-    assert (said.status == "ok") is not bool(said.advice)
+    check = served(trainer, f"{mode}_logprobs")
+    assert (check.status != "fail") is works(1.0)
+    assert ("at temperature 1" not in check.found and check.status == "ok") is works(0.6)
+    assert (check.status == "ok") is not bool(check.advice)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_is_said_of_a_mode_is_what_the_exports_do(trainer: str, mode: str) 
         ("unverified", "vllm", "WARNING", "not for", "or the embedded engine"),
     ],
 )
-def test_one_line_says_whom_a_mode_serves_and_what_to_do(
+def test_doctor_line_names_the_trainers_of_a_mode_and_the_remedy(
     mode: str, engine: str, level: str, begins: str, ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = logging.getLogger("tokentape.serve")

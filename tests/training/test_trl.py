@@ -22,14 +22,14 @@ from tokentape.training.trl import GatewayRollouts, Row, serving
 from tokentape.types import Trajectory
 
 pytestmark = [
-    # TRL says of rollout functions that they are experimental, and transformers that TRL uses old names.
+    # TRL warns that rollout functions are experimental, and transformers that TRL uses old names.
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 
 def recorded(client: Any, run: Run, step: int) -> list[Trajectory]:
-    return [one for name in run.fields[step]["session_id"] for one in client.session(name).trajectories()]
+    return [trajectory for name in run.fields[step]["session_id"] for trajectory in client.session(name).trajectories()]
 
 
 def test_the_trainer_s_logprobs_are_the_recorded_ones_at_every_step(model_dir: Path, tmp_path: Path) -> None:
@@ -40,17 +40,17 @@ def test_the_trainer_s_logprobs_are_the_recorded_ones_at_every_step(model_dir: P
         run.trainer.train()
         for step in (0, 1):
             sessions = recorded(policy.client, run, step)
-            # Sampled by the weights of that step, which the record says.
-            assert {version for one in sessions for version in one.weight_versions} == {str(step)}
+            # Sampled by the weights of that step, as recorded.
+            assert {version for session in sessions for version in session.weight_versions} == {str(step)}
             report = check_logprobs(sessions, rows=run.rows(step))
             assert report.failures(LogprobLimits(mean=1e-4, delta=1e-3, k3=1e-6)) == []
             assert report.numeric.tokens > 100
-        told = [one.metadata for one in policy.client.sessions()]
-    # TRL asks for each prompt as often as it wants completions.
+        metadata = [session.metadata for session in policy.client.sessions()]
+    # TRL repeats each prompt once per completion.
     assert sorted(row["task"] for row in agent.rows) == [0, 0, 0, 0, 1, 1, 1, 1]
     # The sessions that are compared with each other are those of a group.
-    assert set(Counter(one.pop("group") for one in told).values()) == {2}
-    assert told.count({"step": 1, "mode": "train", "prompt": 1}) == 2
+    assert set(Counter(entry.pop("group") for entry in metadata).values()) == {2}
+    assert metadata.count({"step": 1, "mode": "train", "prompt": 1}) == 2
     # TRL's own comparison, over the tokens that its loss is taken over.
     assert max(run.logged("sampling/sampling_logp_difference/max")) < 1e-3
     assert run.logged("sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-3)
@@ -59,11 +59,11 @@ def test_the_trainer_s_logprobs_are_the_recorded_ones_at_every_step(model_dir: P
 
 
 @pytest.mark.slow
-def test_a_retokenized_batch_is_found(model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
+def test_retokenized_batch_is_reported(model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
     tokenizer = renderer.tokenizer
 
     def retokenized(samples: Sequence[Sample]) -> dict[str, Any]:
-        """What a trainer has that keeps text: the ids of it, and logprobs cut or filled up to their number."""
+        """Return the batch of a trainer that keeps text: retokenized ids, logprobs truncated or padded to match."""
         fields = trl_rollouts(samples)
         for number, ids in enumerate(fields["completion_ids"]):
             again = tokenizer.encode_plain(tokenizer.decode(ids))
@@ -82,19 +82,19 @@ def test_a_retokenized_batch_is_found(model_dir: Path, renderer: Renderer, tmp_p
 
 
 @pytest.mark.slow
-def test_weights_that_were_left_behind_are_found(model_dir: Path, tmp_path: Path) -> None:
+def test_outdated_engine_weights_are_reported(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, threads=1) as policy:
         run = Run(model_dir, tmp_path, GatewayRollouts(policy.client, ShopAgent()), steps=2)
         run.trainer.train()
         first, second = (check_logprobs(recorded(policy.client, run, step), rows=run.rows(step)) for step in (0, 1))
     assert first.failures(LogprobLimits(delta=1e-3)) == []
-    # Nothing was pushed, so that the second step's samples are of the first weights.
+    # Nothing was pushed, so the second step's samples are of the first weights.
     assert second.numeric.max > 1e-2
     assert run.logged("sampling/sampling_logp_difference/max")[1] > 1e-2
 
 
-async def one_turn(session: ClientSession, row: Row) -> float:
-    """Every token behind the prompt is sampled: RLOOTrainer has no mask for others."""
+async def single_turn(session: ClientSession, row: Row) -> float:
+    """Every token after the prompt is sampled: RLOOTrainer has no mask for others."""
     number = next(SEEDS)
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
         messages = [{"role": "user", "content": "Tell me."}]
@@ -118,7 +118,7 @@ def test_grpo_without_scales_has_the_gradient_of_trl_s_rloo(model_dir: Path, tmp
         train_dataset=Dataset.from_dict({"prompt": ["a"]}),
     )
     with serving(model_dir, threads=1) as policy:
-        rollouts = GatewayRollouts(policy.client, one_turn, sync=policy.sync)
+        rollouts = GatewayRollouts(policy.client, single_turn, sync=policy.sync)
         settings = {"loss_type": "dr_grpo", "scale_rewards": "none", "max_grad_norm": 1e9, "weight_decay": 0.0}
         run = Run(model_dir, tmp_path, rollouts, 1, **settings)
         gradients: dict[str, torch.Tensor] = {}
@@ -138,7 +138,7 @@ def test_grpo_without_scales_has_the_gradient_of_trl_s_rloo(model_dir: Path, tmp
         {
             **rows,
             "old_logps": (batch["old_per_token_logps"] * batch["completion_mask"]).sum(1),
-            # Of two in a group: each reward minus the other, which is twice the distance from their mean.
+            # For a group of two: each reward minus the other, which is twice the distance from their mean.
             "advantages": 2 * batch["advantages"],
         },
     ).backward()

@@ -39,7 +39,7 @@ def ask(session: ClientSession, text: str) -> None:
 
 
 class Numbered:
-    """Rewards 0, 1, 0, 1... and as many branches as the row says."""
+    """Rewards 0, 1, 0, 1... and the number of branches of the row."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -60,7 +60,7 @@ def taken(worker: GatewayWorker, number: int) -> list[Any]:
         worker.stop()
 
 
-def test_every_branch_becomes_a_sample_with_its_session_s_advantage(client: Client) -> None:
+def test_each_branch_is_a_sample_with_the_session_s_advantage(client: Client) -> None:
     worker = GatewayWorker(client, Numbered(), [{"branches": 2}], num_generations=2, concurrency=1)
     samples = taken(worker, 4)
     assert [sample.group_id for sample in samples] == [0] * 4
@@ -76,7 +76,7 @@ def test_every_branch_becomes_a_sample_with_its_session_s_advantage(client: Clie
         assert sample.model_version == 0
 
 
-def test_rows_come_again_and_each_time_is_a_group(client: Client) -> None:
+def test_rows_repeat_and_each_repetition_is_a_group(client: Client) -> None:
     rows = [{"branches": 1, "prompt": "a"}, {"branches": 1, "prompt": "b"}]
     worker = GatewayWorker(client, Numbered(), rows, num_generations=2, concurrency=1)
     samples = taken(worker, 6)
@@ -105,39 +105,39 @@ def test_an_agent_that_fails_ends_the_rollouts_or_is_skipped(client: Client) -> 
     assert [sample.group_id for sample in taken(skipping, 4)] == [1, 1, 3, 3]
 
 
-def test_silent_agents_are_told_of(client: Client) -> None:
+def test_agents_without_calls_are_reported(client: Client) -> None:
     worker = GatewayWorker(client, Sometimes(), [{"fails": False}], num_generations=2)
     worker.check_health(60.0)
     with pytest.raises(TokentapeError, match=r"no agent has finished for 0 s; raise heartbeat_stale_after_s"):
         worker.check_health(0.0)
 
 
-def test_weights_with_a_name_of_the_engine_s_own_count_by_when_the_session_began(gateway_url: str) -> None:
+def test_weights_named_by_the_engine_count_from_session_start(gateway_url: str) -> None:
     with Client(gateway_url) as client:
         worker = GatewayWorker(client, Numbered(), [{"branches": 1}], num_generations=2)
         worker.update_model_version(5)
-        (told, _) = taken(worker, 2)
-        # The embedded engine says "0" by itself.
-        assert told.model_version == 0
-        named = replace(one_sample(client), weight_spans=((0, 1, "default"),), metadata={"version": 5})
+        (sample, _) = taken(worker, 2)
+        # The embedded engine's default is "0".
+        assert sample.model_version == 0
+        named = replace(single_sample(client), weight_spans=((0, 1, "default"),), metadata={"version": 5})
         assert _rollout_sample(named, {}, 0, {}).model_version == 5
 
 
-def one_sample(client: Client) -> Sample:
+def single_sample(client: Client) -> Sample:
     session = client.session(metadata={"group": "0"})
     ask(session, "Once?")
     session.reward(1.0)
     return group_advantages(assemble(session.trajectories(), group="group").samples)[0]
 
 
-def test_a_group_of_one_is_refused(client: Client) -> None:
+def test_group_of_a_single_session_is_refused(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="num_generations is 1 and the dataset has 1 rows"):
         GatewayWorker(client, Sometimes(), [{}], num_generations=1)
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float | None, **tree: Any) -> Any:
-    """What TRL computes by a kernel that there is for GPUs only: each segment attends to its own path."""
-    query, key, value = (one[0] for one in (query, key, value))
+    """Compute attention as TRL's GPU-only kernel does: each segment attends to its own path."""
+    query, key, value = (tensor[0] for tensor in (query, key, value))
     heads = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     starts, paths = tree["tree_cu_seqlens_q"].tolist(), tree["tree_cu_seqlens_k"].tolist()
@@ -146,7 +146,7 @@ def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, *, scali
         segment = slice(starts[n], starts[n + 1])
         seen = torch.ones(starts[n + 1] - starts[n], len(path), dtype=torch.bool)
         seen = seen.tril(seen.shape[1] - seen.shape[0])
-        of_path = (one[:, path].repeat_interleave(heads, 0) for one in (key, value))
+        of_path = (tensor[:, path].repeat_interleave(heads, 0) for tensor in (key, value))
         out[:, segment] = torch.nn.functional.scaled_dot_product_attention(
             query[:, segment], *of_path, attn_mask=seen, scale=scaling
         )
@@ -197,7 +197,7 @@ def test_trl_s_asynchronous_trainer_trains_on_the_recorded_ids(
         }
         assert policy.client.engine().weight_version == "4"
     log = [line for line in trainer.state.log_history if "ratio" in line]
-    # The first step's samples are of the weights that are trained; later ones may be older, which the ratio then says.
+    # The first step trains the weights that sampled; later samples may be of older weights, which the ratio shows.
     assert log[0]["ratio"] == pytest.approx(1, abs=1e-4)
     assert abs(log[0]["kl"]) < 1e-6
     assert len(log) == 3
@@ -211,8 +211,8 @@ def _dataset(rows: list[dict[str, Any]]) -> Any:
     return Dataset.from_list(rows)
 
 
-def test_the_conformance_kit_finds_nothing_and_raw_logprobs_at_1_4_are_refused() -> None:
+def test_conformance_kit_passes_and_raw_logprobs_at_1_4_are_refused() -> None:
     report = check_samples(trl_asynchronous)
-    assert [name for name, found in report.goldens.items() if found] == []
+    assert [name for name, finding_list in report.goldens.items() if finding_list] == []
     assert "--logprobs-mode processed_logprobs" in report.refused["sampled at 1.4, recorded at 1"]
     assert all(all(caught.values()) for caught in report.planted.values())

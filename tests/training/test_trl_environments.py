@@ -1,4 +1,4 @@
-"""Environments as TRL has them, run through a gateway."""
+"""TRL environments, run through a gateway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TASKS = [task for task in sample_tasks(3, 40) if len(task.questions) == 1 and ta
 
 
 class Shop:
-    """As one writes it for TRL."""
+    """An environment as written for TRL."""
 
     made: list[Shop]
     task: Task
@@ -81,7 +81,7 @@ def test_an_environment_s_tools_are_called_and_its_reward_returned(session: Clie
     assert len(path.turns) >= 2
 
 
-def test_an_environment_is_chosen_by_the_row_and_not_told_of_it(session: ClientSession) -> None:
+def test_environment_is_chosen_by_a_row_field_that_it_does_not_receive(session: ClientSession) -> None:
     class Other(Shop):
         def reset(self, **row: Any) -> str:  # type: ignore[override]
             assert "environment" not in row
@@ -89,7 +89,7 @@ def test_an_environment_is_chosen_by_the_row_and_not_told_of_it(session: ClientS
 
     agent = EnvironmentAgent({"shop": Shop, "other": Other}, request=GREEDY)
     run(agent, session, {**ROW, "environment": "other"})
-    assert [type(one) for one in Shop.made] == [Other]
+    assert [type(environment) for environment in Shop.made] == [Other]
     with pytest.raises(InvalidRequest, match="unknown environment 'none'; choose from other, shop"):
         run(agent, session, {**ROW, "environment": "none"})
 
@@ -104,7 +104,7 @@ def test_no_more_calls_than_allowed(session: ClientSession) -> None:
     assert len(session.info().turns) == 1
 
 
-def test_a_broken_tool_tells_the_model_so(session: ClientSession, renderer: Renderer) -> None:
+def test_tool_error_is_returned_to_the_model(session: ClientSession, renderer: Renderer) -> None:
     class Broken(Shop):
         def lookup(self, item: str) -> str:
             """Price of an item.
@@ -128,13 +128,13 @@ def test_an_environment_without_tools_is_a_conversation(session: ClientSession) 
     assert len(session.info().turns) == 1
 
 
-def test_a_refused_call_ends_the_agent_with_the_gateway_s_words(session: ClientSession) -> None:
+def test_refused_call_ends_the_agent_with_the_gateway_s_error(session: ClientSession) -> None:
     with pytest.raises(TokentapeError, match=r"refused a call, status 400: .*temperature"):
         run(EnvironmentAgent(Shop, request={"temperature": -1.0}), session, ROW)
 
 
 @pytest.mark.parametrize(
-    ("content", "observation", "told"),
+    ("content", "observation", "expected"),
     [
         ("Ask: ", "price?", "Ask: price?"),
         ("Ask: ", None, "Ask: "),
@@ -142,7 +142,7 @@ def test_a_refused_call_ends_the_agent_with_the_gateway_s_words(session: ClientS
         ([{"type": "text", "text": "Ask: "}], "price?", [{"type": "text", "text": t} for t in ("Ask: ", "price?")]),
     ],
 )
-def test_an_observation_goes_behind_the_last_message(content: Any, observation: Any, told: Any) -> None:
+def test_observation_is_appended_to_the_last_message(content: Any, observation: Any, expected: Any) -> None:
     prompt = [{"role": "user", "content": content}]
-    assert _with_observation(prompt, observation) == [{"role": "user", "content": told}]
+    assert _with_observation(prompt, observation) == [{"role": "user", "content": expected}]
     assert prompt == [{"role": "user", "content": content}]

@@ -1,4 +1,4 @@
-"""What a rollout function does with sessions that are not one clean sequence; without a trainer."""
+"""A rollout function, without a trainer, for sessions that are not a single clean sequence."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def client(gateway_url: str) -> Iterator[Client]:
 
 
 def trainer(**changed: Any) -> Any:
-    """As much of a trainer as a rollout function looks at."""
-    told = {
+    """Return the parts of a trainer that a rollout function reads."""
+    attributes = {
         "temperature": 1.0,
         "num_generations": 2,
         "num_generations_eval": 1,
         "model": SimpleNamespace(training=True),
         "state": SimpleNamespace(global_step=7),
     }
-    return SimpleNamespace(**{**told, **changed})
+    return SimpleNamespace(**{**attributes, **changed})
 
 
 def ask(session: ClientSession, text: str, *before: dict[str, Any]) -> dict[str, Any]:
@@ -44,27 +44,27 @@ def ask(session: ClientSession, text: str, *before: dict[str, Any]) -> dict[str,
     return reply
 
 
-def one_question(session: ClientSession, row: Row) -> float:
+def ask_once(session: ClientSession, row: Row) -> float:
     ask(session, str(row["prompt"]))
     return float(len(str(row["prompt"])))
 
 
-def test_each_prompt_becomes_one_sequence_in_their_order(client: Client) -> None:
-    given = GatewayRollouts(client, one_question, metadata={"run": "a"})(["a", "a", "bb", "bb"], trainer())
-    assert given["reward"] == [1, 1, 2, 2]
-    sessions = [client.session(name) for name in given["session_id"]]
-    told = [one.info().metadata for one in sessions]
-    groups = [one.pop("group") for one in told]
-    assert told == [{"run": "a", "step": 7, "mode": "train", "prompt": number} for number in (0, 0, 1, 1)]
+def test_each_prompt_becomes_a_sequence_in_order(client: Client) -> None:
+    fields = GatewayRollouts(client, ask_once, metadata={"run": "a"})(["a", "a", "bb", "bb"], trainer())
+    assert fields["reward"] == [1, 1, 2, 2]
+    sessions = [client.session(name) for name in fields["session_id"]]
+    metadata = [item.info().metadata for item in sessions]
+    groups = [entry.pop("group") for entry in metadata]
+    assert metadata == [{"run": "a", "step": 7, "mode": "train", "prompt": number} for number in (0, 0, 1, 1)]
     # A group is a prompt's sessions of a step, also where another process has the same prompt under another number.
     assert groups[0] == groups[1] != groups[2] == groups[3]
-    (elsewhere,) = GatewayRollouts(client, one_question)(["bb"], trainer())["session_id"]
+    (elsewhere,) = GatewayRollouts(client, ask_once)(["bb"], trainer())["session_id"]
     assert client.session(elsewhere).info().metadata["group"] == groups[2]
     for n, session in enumerate(sessions):
         (path,) = session.trajectories()
-        assert given["prompt_ids"][n] + given["completion_ids"][n] == path.token_ids.tolist()
-        assert given["completion_ids"][n] == path.token_ids[path.loss_mask].tolist()
-        assert given["logprobs"][n] == path.logprobs[path.loss_mask].tolist()
+        assert fields["prompt_ids"][n] + fields["completion_ids"][n] == path.token_ids.tolist()
+        assert fields["completion_ids"][n] == path.token_ids[path.loss_mask].tolist()
+        assert fields["logprobs"][n] == path.logprobs[path.loss_mask].tolist()
 
 
 def test_prompts_with_images_are_grouped_by_their_pixels(client: Client) -> None:
@@ -78,45 +78,45 @@ def test_prompts_with_images_are_grouped_by_their_pixels(client: Client) -> None
         ask(session, "What is it?")
         return float(row["prompt"][0]["content"][0]["image"].getpixel((0, 0)))
 
-    given = GatewayRollouts(client, agent)([prompt(1), prompt(1), prompt(2), prompt(2)], trainer())
-    assert given["reward"] == [1, 1, 2, 2]
-    groups = [client.session(name).info().metadata["group"] for name in given["session_id"]]
+    fields = GatewayRollouts(client, agent)([prompt(1), prompt(1), prompt(2), prompt(2)], trainer())
+    assert fields["reward"] == [1, 1, 2, 2]
+    groups = [client.session(name).info().metadata["group"] for name in fields["session_id"]]
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
-def test_a_group_of_the_user_s_own_is_kept(client: Client) -> None:
-    given = GatewayRollouts(client, one_question, metadata={"group": "mine"})(["a"], trainer())
-    assert client.session(given["session_id"][0]).info().metadata["group"] == "mine"
+def test_user_defined_group_is_kept(client: Client) -> None:
+    fields = GatewayRollouts(client, ask_once, metadata={"group": "mine"})(["a"], trainer())
+    assert client.session(fields["session_id"][0]).info().metadata["group"] == "mine"
 
 
-def test_the_weights_are_there_before_the_first_agent_runs(client: Client) -> None:
+def test_weights_are_synced_before_the_first_agent_runs(client: Client) -> None:
     seen: list[str] = []
 
     def agent(session: ClientSession, row: Row) -> float:
         seen.append("agent")
-        return one_question(session, row)
+        return ask_once(session, row)
 
-    GatewayRollouts(client, agent, sync=lambda given: seen.append(f"step {given.state.global_step}"))(["a"], trainer())
+    GatewayRollouts(client, agent, sync=lambda state: seen.append(f"step {state.state.global_step}"))(["a"], trainer())
     assert seen == ["step 7", "agent"]
 
 
-def test_an_evaluation_counts_its_own_generations(client: Client) -> None:
+def test_evaluation_counts_its_generations_separately(client: Client) -> None:
     evaluating = trainer(model=SimpleNamespace(training=False))
-    given = GatewayRollouts(client, one_question)(["a", "b"], evaluating)
-    told = [client.session(name).info().metadata for name in given["session_id"]]
-    assert told[0].pop("group") != told[1].pop("group")
-    assert told == [{"step": 7, "mode": "eval", "prompt": 0}, {"step": 7, "mode": "eval", "prompt": 1}]
+    fields = GatewayRollouts(client, ask_once)(["a", "b"], evaluating)
+    metadata = [client.session(name).info().metadata for name in fields["session_id"]]
+    assert metadata[0].pop("group") != metadata[1].pop("group")
+    assert metadata == [{"step": 7, "mode": "eval", "prompt": 0}, {"step": 7, "mode": "eval", "prompt": 1}]
 
 
 def branching(session: ClientSession, row: Row) -> float:
-    """A long branch, then a short one that begins anew."""
+    """Make a long branch, then a short one from the start."""
     reply = ask(session, "One?")
     ask(session, "Two?", {"role": "user", "content": "One?"}, reply)
     ask(session, "Something else?")
     return 1.0
 
 
-def test_several_branches_are_refused_unless_it_is_said_which_one_is_trained(client: Client) -> None:
+def test_several_branches_are_refused_without_a_branch_choice(client: Client) -> None:
     with pytest.raises(InvalidRequest, match=r"has 2 branches, but TRL takes one sequence per rollout.*branches="):
         GatewayRollouts(client, branching)(["a"], trainer())
     longest = GatewayRollouts(client, branching, branches="longest")(["a"], trainer())
@@ -127,19 +127,19 @@ def test_several_branches_are_refused_unless_it_is_said_which_one_is_trained(cli
     assert last["leaf"] == [2]
 
 
-def test_what_select_leaves_out_is_no_branch(client: Client) -> None:
+def test_branches_removed_by_select_do_not_count(client: Client) -> None:
     def impatient(session: ClientSession, row: Row) -> float:
         for _ in range(2):
             ask(session, "One?")
         return 1.0
 
-    given = GatewayRollouts(client, impatient, select=[DropRetries()])(["a"], trainer())
-    assert given["branches"] == [1]
-    assert given["leaf"] == [1]
+    fields = GatewayRollouts(client, impatient, select=[DropRetries()])(["a"], trainer())
+    assert fields["branches"] == [1]
+    assert fields["leaf"] == [1]
 
 
 def failing(session: ClientSession, row: Row) -> float:
-    reward = one_question(session, row)
+    reward = ask_once(session, row)
     if row["prompt"] == "bad":
         raise RuntimeError("tool broke")
     return reward
@@ -148,56 +148,54 @@ def failing(session: ClientSession, row: Row) -> float:
 def test_an_agent_that_fails_ends_the_batch_or_is_masked(client: Client) -> None:
     with pytest.raises(TokentapeError, match=r"agent raised RuntimeError.*failures='mask'"):
         GatewayRollouts(client, failing)(["good", "bad"], trainer())
-    given = GatewayRollouts(client, failing, failures="mask")(["good", "bad"], trainer())
-    assert given["reward"] == [4.0, None]
-    assert [sum(mask) for mask in given["env_mask"]] == [4, 0]
-    # What it sampled until then is there, as it was sampled.
-    (path,) = client.session(given["session_id"][1]).trajectories()
-    assert given["completion_ids"][1] == path.token_ids[path.loss_mask].tolist()
+    fields = GatewayRollouts(client, failing, failures="mask")(["good", "bad"], trainer())
+    assert fields["reward"] == [4.0, None]
+    assert [sum(mask) for mask in fields["env_mask"]] == [4, 0]
+    # The tokens that it sampled until then are present and unchanged.
+    (path,) = client.session(fields["session_id"][1]).trajectories()
+    assert fields["completion_ids"][1] == path.token_ids[path.loss_mask].tolist()
 
 
-def test_a_session_without_turns_has_another_one_s_ids_and_no_loss(client: Client) -> None:
+def test_session_without_turns_borrows_ids_and_has_no_loss(client: Client) -> None:
     def agent(session: ClientSession, row: Row) -> float | None:
-        return one_question(session, row) if row["prompt"] == "good" else None
+        return ask_once(session, row) if row["prompt"] == "good" else None
 
-    given = GatewayRollouts(client, agent, failures="mask")(["good", "bad"], trainer())
-    assert given["completion_ids"][1] == given["completion_ids"][0]
-    assert [sum(mask) for mask in given["env_mask"]] == [4, 0]
-    assert given["reward"] == [4.0, None]
+    fields = GatewayRollouts(client, agent, failures="mask")(["good", "bad"], trainer())
+    assert fields["completion_ids"][1] == fields["completion_ids"][0]
+    assert [sum(mask) for mask in fields["env_mask"]] == [4, 0]
+    assert fields["reward"] == [4.0, None]
     with pytest.raises(TokentapeError, match="nothing was sampled"):
         GatewayRollouts(client, agent, failures="mask")(["bad"], trainer())
 
 
-def test_a_temperature_that_recorded_logprobs_know_nothing_of_is_refused(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temperature_absent_from_recorded_logprobs_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "engine", lambda: SimpleNamespace(engine="vllm 0.32.0 raw_logprobs generate"))
     message = r"temperature 1 only, but the trainer's temperature is 0\.7: .*processed_logprobs"
     with pytest.raises(InvalidRequest, match=message):
-        GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
+        GatewayRollouts(client, ask_once)(["a"], trainer(temperature=0.7))
 
 
 def test_agents_that_sample_at_another_temperature_than_the_trainer_s_are_refused(client: Client) -> None:
     with pytest.raises(InvalidRequest, match=r"sampled at temperature 1, but TRL divides logits by 0\.7"):
-        GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
+        GatewayRollouts(client, ask_once)(["a"], trainer(temperature=0.7))
 
 
-def test_rewards_that_the_agent_gave_itself_count(client: Client) -> None:
+def test_rewards_reported_by_the_agent_count(client: Client) -> None:
     async def agent(session: ClientSession, row: Row) -> None:
-        one_question(session, row)
+        ask_once(session, row)
         session.reward(0.25)
 
     assert GatewayRollouts(client, agent)(["a"], trainer())["reward"] == [0.25]
 
 
-def test_the_reward_function_hands_on_what_was_recorded_and_logs_what_is_missing() -> None:
+def test_reward_function_returns_recorded_rewards_and_logs_missing_ones() -> None:
     logged: dict[str, float] = {}
-    found = recorded_reward([1.0, None], [3, 1], prompts=["a", "a"], log_metric=logged.__setitem__)
-    assert found == [1.0, None]
+    rewards = recorded_reward([1.0, None], [3, 1], prompts=["a", "a"], log_metric=logged.__setitem__)
+    assert rewards == [1.0, None]
     assert logged == {"rollouts/left_out": 1.0, "rollouts/without_reward": 0.5}
 
 
-def test_the_correction_is_left_as_it_is_where_vllm_samples_and_refused_where_it_is_turned_off() -> None:
+def test_correction_is_unchanged_with_vllm_and_refused_if_disabled() -> None:
     sampled_by_vllm = SimpleNamespace(
         use_vllm=True, vllm_importance_sampling_correction=True, vllm_generation="its own"
     )
@@ -207,7 +205,7 @@ def test_the_correction_is_left_as_it_is_where_vllm_samples_and_refused_where_it
         correct_by_recorded_logprobs(SimpleNamespace(use_vllm=False, vllm_importance_sampling_correction=False))
 
 
-def test_rows_travel_in_their_prompts_and_leave_no_trace_in_the_messages() -> None:
+def test_rows_are_passed_in_prompts_without_changing_the_messages() -> None:
     from datasets import Dataset
 
     messages = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]] * 2
@@ -228,7 +226,7 @@ def test_a_dataset_of_strings_or_without_prompts_gets_messages() -> None:
     assert row_of("as it is") == {"prompt": "as it is"}
 
 
-def test_a_column_that_is_no_json_can_be_left_behind() -> None:
+def test_column_that_is_not_json_can_be_dropped() -> None:
     from datasets import Dataset
 
     rows = Dataset.from_dict({"answer": [3], "blob": [b"\x00"]})
@@ -239,5 +237,5 @@ def test_a_column_that_is_no_json_can_be_left_behind() -> None:
 
 
 def test_masked_rollouts_keep_their_logprobs_finite(client: Client) -> None:
-    given = GatewayRollouts(client, failing, failures="mask")(["good", "bad"], trainer())
-    assert all(np.isfinite(one).all() for one in given["logprobs"])
+    fields = GatewayRollouts(client, failing, failures="mask")(["good", "bad"], trainer())
+    assert all(np.isfinite(values).all() for values in fields["logprobs"])

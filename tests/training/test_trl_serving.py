@@ -41,7 +41,7 @@ def ask(session: ClientSession, max_tokens: int = 8) -> httpx2.Response:
 
 @torch.no_grad()
 def moved(model: Any, by: float) -> dict[str, torch.Tensor]:
-    """The model's weights, each changed a little."""
+    """Return the model's weights, each changed a little."""
     torch.manual_seed(0)
     for value in model.parameters():
         value.add_(torch.randn_like(value), alpha=by)
@@ -52,27 +52,27 @@ def logprobs_of(model: Any) -> Any:
     @torch.no_grad()
     def forward(ids: TokenIds) -> Logprobs:
         row = torch.from_numpy(ids.astype(np.int64))[None]
-        told = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
-        return np.concatenate([[np.nan], told.numpy()]).astype(np.float32)
+        logprobs = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+        return np.concatenate([[np.nan], logprobs.numpy()]).astype(np.float32)
 
     return forward
 
 
-def test_what_was_pushed_samples_and_is_recorded_as_its_version(policy: Policy, model: Any) -> None:
+def test_pushed_weights_sample_and_their_version_is_recorded(policy: Policy, model: Any) -> None:
     policy.push(moved(model, 0.02), "moved")
     session = policy.client.session()
     assert ask(session, 16).is_success
     (path,) = session.trajectories()
     assert path.weight_versions == ("moved",)
     assert check_logprobs([path], forward=logprobs_of(model)).numeric.max < 1e-3
-    # The trainer goes on; what was pushed does not.
+    # The trainer's weights change further; the pushed weights do not.
     moved(model, 0.02)
     session = policy.client.session()
     assert ask(session, 16).is_success
     assert check_logprobs(session.trajectories(), forward=logprobs_of(model)).numeric.max > 1e-2
 
 
-def test_weights_that_do_not_fit_change_nothing(policy: Policy, model: Any) -> None:
+def test_mismatched_weights_change_nothing(policy: Policy, model: Any) -> None:
     policy.push(model.state_dict(), "good")
     weights = dict(model.state_dict())
     for wrong, why in (
@@ -90,10 +90,10 @@ def test_weights_that_do_not_fit_change_nothing(policy: Policy, model: Any) -> N
     assert check_logprobs([path], forward=logprobs_of(model)).numeric.max < 1e-3
 
 
-def test_a_call_under_way_is_waited_for_or_goes_on_under_new_weights(policy: Policy, model: Any) -> None:
+def test_running_calls_finish_first_or_continue_with_new_weights(policy: Policy, model: Any) -> None:
     policy.push(model.state_dict(), "old")
     session = policy.client.session()
-    # So hot that no token is likely, that which ends the turn neither.
+    # So hot that no token is likely, not even the end of turn.
     body = {"model": "any", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "temperature": 2.0}
     changed = moved(model, 0.05)
     with httpx2.stream(
@@ -114,12 +114,12 @@ def test_a_call_under_way_is_waited_for_or_goes_on_under_new_weights(policy: Pol
 
 
 class Trainer:
-    """As much of a trainer as is looked at."""
+    """The parts of a trainer that are read."""
 
     def __init__(self, model: Any, step: int) -> None:
         self.model = model
         self.state = SimpleNamespace(global_step=step)
-        self.accelerator = SimpleNamespace(unwrap_model=lambda one: one)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
 
 
 def sampled_by(policy: Policy, model: Any) -> bool:
@@ -140,7 +140,7 @@ def test_sync_follows_the_trainer_s_step(policy: Policy, model: Any) -> None:
     assert sampled_by(policy, model)
 
 
-def test_sync_does_not_take_another_trainer_s_step_for_its_own(policy: Policy, model: Any) -> None:
+def test_sync_ignores_the_step_of_another_trainer(policy: Policy, model: Any) -> None:
     first, second = Trainer(model, 3), Trainer(copy.deepcopy(model), 3)
     policy.sync(first)
     moved(second.model, 0.02)
@@ -172,7 +172,7 @@ def test_adapters_are_merged_for_the_engine_and_the_model_stays_bit_for_bit(poli
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_what_a_transfer_does_not_send_stays(policy: Policy, model: Any) -> None:
+def test_weights_that_a_transfer_leaves_out_stay(policy: Policy, model: Any) -> None:
     policy.push(model.state_dict(), "whole")
     left_out = "model.norm.weight"
     old = model.state_dict()[left_out].clone()
@@ -186,7 +186,7 @@ def test_what_a_transfer_does_not_send_stays(policy: Policy, model: Any) -> None
 
 
 class Transfer:
-    """Another way to transfer weights, that tells what it was asked and whether the gateway was paused then."""
+    """A weight transfer that records its calls and whether the gateway was paused."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -211,7 +211,7 @@ class Transfer:
         self.tell("destroy")
 
 
-def test_a_transfer_of_somebody_else_s_happens_behind_a_closed_gate(policy: Policy) -> None:
+def test_transfer_by_another_client_happens_while_calls_wait(policy: Policy) -> None:
     other = Transfer(policy)
     transfer = GatewayTransfer(policy.client, other)
     transfer.init_weight_transfer()
@@ -225,7 +225,7 @@ def test_a_transfer_of_somebody_else_s_happens_behind_a_closed_gate(policy: Poli
     assert policy.client.engine().weight_version == "2"
 
 
-def test_versions_of_transfers_into_the_embedded_engine_count_as_the_trainer_does(policy: Policy, model: Any) -> None:
+def test_embedded_engine_versions_follow_the_trainer_s_steps(policy: Policy, model: Any) -> None:
     transfer = PolicyTransfer(policy)
     for count in ("1", "2"):
         transfer.pause()
@@ -238,7 +238,7 @@ def test_versions_of_transfers_into_the_embedded_engine_count_as_the_trainer_doe
         assert path.weight_versions == (count,)
 
 
-def test_agents_do_not_wait_for_a_transfer_that_failed(policy: Policy) -> None:
+def test_agents_do_not_wait_after_a_failed_transfer(policy: Policy) -> None:
     class Broken(Transfer):
         def send_weights(self, iterator: Iterator[Any]) -> None:
             raise RuntimeError("no connection")

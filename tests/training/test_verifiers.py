@@ -1,4 +1,4 @@
-"""verifiers' harness over a vLLM server that keeps a ledger, with what verifiers 0.4.1.dev86 gives to harnesses."""
+"""verifiers' harness over a vLLM server that keeps a ledger, called as by verifiers 0.4.1.dev86."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.training import live
-from tests.training.scripted_sessions import ASKED
+from tests.training.scripted_sessions import TOOL_CALL
 from tokentape.demo import MODEL
 from tokentape.demo.tasks import TOOLS
 from tokentape.errors import InvalidRequest
@@ -25,7 +25,7 @@ class Harness(AgentHarness):
 
 
 class Fields(dict[str, Any]):
-    """As much of a model of pydantic's as is used."""
+    """The used parts of a pydantic model."""
 
     __getattr__ = dict.__getitem__
 
@@ -33,8 +33,8 @@ class Fields(dict[str, Any]):
         return dict(self)
 
     @classmethod
-    def model_validate(cls, given: dict[str, Any]) -> Fields:
-        return cls(given)
+    def model_validate(cls, values: dict[str, Any]) -> Fields:
+        return cls(values)
 
 
 class Trace(SimpleNamespace):
@@ -59,7 +59,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[live.Ledger]:
 
 
 def traces_of(ledger: live.Ledger, *numbers: int, client: str = "train", **sampling: Any) -> list[Trace]:
-    """A rollout of each number, one after the other: one of them changes the weights."""
+    """Run a rollout of each number, in sequence: one of them changes the weights."""
 
     async def run() -> list[Trace]:
         traces = []
@@ -76,7 +76,7 @@ def traces_of(ledger: live.Ledger, *numbers: int, client: str = "train", **sampl
 
 
 def rows_of(trace: Trace) -> Iterator[Row]:
-    """A row per path, a node that is shared trained in the first, as prime-rl makes its samples."""
+    """Return a row per path. The first path trains shared nodes, as in prime-rl's samples."""
     trained: set[int] = set()
     inner = {node.parent for node in trace.nodes}
     for leaf in sorted(set(range(len(trace.nodes))) - inner):
@@ -89,16 +89,16 @@ def rows_of(trace: Trace) -> Iterator[Row]:
             logprobs = iter(node.logprobs)
             row.token_ids.extend(node.token_ids)
             row.weights.extend([0] * len(node.mask) if n in trained else node.mask)
-            row.logprobs.extend(next(logprobs) if one else 0.0 for one in node.mask)
+            row.logprobs.extend(next(logprobs) if sampled else 0.0 for sampled in node.mask)
         trained.update(path)
         yield row
 
 
-def test_the_trace_is_what_the_server_sampled(ledger: live.Ledger) -> None:
+def test_trace_equals_the_tokens_that_the_server_sampled(ledger: live.Ledger) -> None:
     traces = traces_of(ledger, *range(len(live.KINDS)))
-    golden = live.golden_of(ledger.calls, {one.id: one.rewards["agent"] for one in traces})
+    golden = live.golden_of(ledger.calls, {item.id: item.rewards["agent"] for item in traces})
     assert live.findings_of(golden, [row for trace in traces for row in rows_of(trace)]) == set()
-    assert [one.calls[-1].finish_reason for one in traces] == ["stop", "stop", "length", "stop", "stop"]
+    assert [item.calls[-1].finish_reason for item in traces] == ["stop", "stop", "length", "stop", "stop"]
     asked = [(call.session, len(call.prompt), len(call.ids), call.finish) for call in ledger.calls]
     assert asked == [
         (trace.id, call.usage["prompt_tokens"], call.usage["completion_tokens"], call.finish_reason)
@@ -112,7 +112,7 @@ def test_the_trace_is_what_the_server_sampled(ledger: live.Ledger) -> None:
             assert len(trace.nodes[call.node].token_ids) == call.usage["completion_tokens"]
 
 
-def test_rewards_of_the_taskset_read_what_the_agent_read(ledger: live.Ledger) -> None:
+def test_taskset_rewards_read_the_messages_of_the_agent(ledger: live.Ledger) -> None:
     (trace,) = traces_of(ledger, 7)
     question, answer = (node.message for node in trace.nodes)
     assert "Task 7." in question["content"]
@@ -120,7 +120,7 @@ def test_rewards_of_the_taskset_read_what_the_agent_read(ledger: live.Ledger) ->
     assert trace.rewards == {}
 
 
-def test_calls_of_tools_are_those_that_the_agent_read(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_calls_equal_those_that_the_agent_received(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
 
     async def agent(base_url: str, api_key: str, task: Any) -> None:
@@ -128,7 +128,7 @@ def test_calls_of_tools_are_those_that_the_agent_read(ledger: live.Ledger, monke
             asked: Any = {"messages": [{"role": "user", "content": "How much?"}], "tools": TOOLS, "max_tokens": 100}
             read.append((await client.chat.completions.create(model="policy", **asked)).choices[0].message)
 
-    ledger.text = ASKED.removesuffix("<|im_end|>")
+    ledger.text = TOOL_CALL.removesuffix("<|im_end|>")
     monkeypatch.setattr(Harness, "agent", staticmethod(agent))
     (trace,) = traces_of(ledger, 0)
     (call,) = read[0].tool_calls
@@ -151,7 +151,7 @@ def test_evaluation_is_at_any_temperature(ledger: live.Ledger) -> None:
     assert ledger.bodies[0]["sampling_params"]["temperature"] == 0.0
 
 
-def test_the_run_s_sampling_is_what_the_server_is_asked_for(ledger: live.Ledger) -> None:
+def test_server_gets_the_sampling_settings_of_the_run(ledger: live.Ledger) -> None:
     traces_of(ledger, 7, temperature=0.7, top_p=0.9, extra_body={"cache_salt": "3"}, client="eval")
     (body,) = ledger.bodies
     asked = body["sampling_params"]

@@ -39,7 +39,7 @@ class AgentLoopOutput:
 
 
 class Config(dict[str, Any]):
-    """As much of OmegaConf's as is used."""
+    """The used parts of OmegaConf."""
 
     __getattr__ = dict.__getitem__
 
@@ -110,26 +110,26 @@ def row_of(output: Any) -> Row:
     )
 
 
-def test_what_verl_gets_is_what_its_servers_sampled(servers: Servers) -> None:
+def test_verl_gets_the_tokens_that_its_servers_sampled(servers: Servers) -> None:
     async def all_kinds() -> list[list[Any]]:
         loops = [loop_of(servers) for _ in live.KINDS]
         runs = [loop.run(dict(SAMPLING), uid="u", session_id=n, number=n) for n, loop in enumerate(loops)]
-        # One after the other: one of them changes the weights.
+        # In sequence: one of them changes the weights.
         return [await run for run in runs]
 
     outputs = asyncio.run(all_kinds())
     names = [made[0].extra_fields["session_id"] for made in outputs]
     golden = live.golden_of(servers.ledger.calls, dict(zip(names, live.REWARDS, strict=True)))
-    rows = [row_of(one) for made in outputs for one in made]
+    rows = [row_of(output) for made in outputs for output in made]
     assert [len(made) for made in outputs] == [1, 2, 1, 1, 1]
     assert live.checked(golden, rows)[::2] == (set(), set())
-    assert {one.extra_fields["group"] for made in outputs for one in made} == {"u"}
+    assert {output.extra_fields["group"] for made in outputs for output in made} == {"u"}
 
 
-def test_what_the_agent_asks_for_does_not_change_what_verl_samples_with(servers: Servers) -> None:
+def test_agent_settings_do_not_change_verl_s_sampling(servers: Servers) -> None:
     ran(loop_of(servers), 0, SAMPLING | {"temperature": 0.6})
-    assert {one["temperature"] for one in servers.asked} == {0.6}
-    assert all(one["logprobs"] and one["top_k"] == -1 for one in servers.asked)
+    assert {request["temperature"] for request in servers.asked} == {0.6}
+    assert all(request["logprobs"] and request["top_k"] == -1 for request in servers.asked)
 
 
 def test_an_agent_that_raises_or_takes_too_long_fails_its_rollout(servers: Servers) -> None:
@@ -139,7 +139,7 @@ def test_an_agent_that_raises_or_takes_too_long_fails_its_rollout(servers: Serve
         ran(loop_of(servers, seconds=0.0), 8)
 
 
-def test_without_a_call_there_is_no_output_and_without_a_reward_verl_finds_it(servers: Servers) -> None:
+def test_agent_without_calls_gives_no_output_and_verl_computes_a_missing_reward(servers: Servers) -> None:
     assert ran(loop_of(servers), 6) == []
     (output,) = ran(loop_of(servers), 7)
     assert output.reward_score is None
@@ -148,7 +148,7 @@ def test_without_a_call_there_is_no_output_and_without_a_reward_verl_finds_it(se
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", [{"temperature": 0}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 20}])
-def test_validation_with_settings_of_its_own_has_no_logprobs(servers: Servers, setting: dict[str, float]) -> None:
+def test_validation_with_separate_settings_has_no_logprobs(servers: Servers, setting: dict[str, float]) -> None:
     (output,) = ran(loop_of(servers, rollout={"logprobs_mode": "raw_logprobs"}), 0, SAMPLING | setting)
     assert output.response_logprobs is None
     assert output.reward_score == 1.0
@@ -159,13 +159,13 @@ def test_training_with_logprobs_that_verl_does_not_compute_is_refused(servers: S
         ran(loop_of(servers, rollout={"top_p": 0.7}), 0, SAMPLING | {"top_p": 0.7})
 
 
-def test_the_old_trainer_gets_one_output(servers: Servers) -> None:
+def test_old_trainer_gets_a_single_output(servers: Servers) -> None:
     assert ran(loop_of(servers, use_v1=False), 0).reward_score == 1.0
     with pytest.raises(InvalidRequest, match="2 branches"):
         ran(loop_of(servers, use_v1=False), 1)
 
 
-def test_weights_that_changed_within_a_call_are_both_named(servers: Servers) -> None:
+def test_both_weight_versions_of_a_call_are_named(servers: Servers) -> None:
     servers.changes = {"extra_fields": {"min_global_steps": 3, "max_global_steps": 5}}
     (output,) = ran(loop_of(servers), 0)
     fields = output.extra_fields

@@ -1,6 +1,6 @@
-"""Run by an interpreter that has trainers installed: builds their own objects from what the exporters made.
+"""Run by an interpreter that has trainers installed: builds the trainers' objects from exports.
 
-Reads `[exported, ...]` from standard input and writes what the trainer's objects hold.
+Reads `[exported, ...]` from standard input and writes the contents of the trainer's objects.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def tinker(exported: list[Any]) -> list[Any]:
     from tinker import Datum, ModelInput
 
     out = []
-    for one in exported:
-        datum = Datum(model_input=ModelInput.from_ints(one["tokens"]), loss_fn_inputs=one["loss_fn_inputs"])
+    for sample in exported:
+        datum = Datum(model_input=ModelInput.from_ints(sample["tokens"]), loss_fn_inputs=sample["loss_fn_inputs"])
         arrays = {name: data.tolist() for name, data in datum.loss_fn_inputs.items()}
         out.append({"length": datum.model_input.length, **arrays})
     return out
@@ -46,7 +46,9 @@ def prime_rl(exported: list[Any]) -> list[Any]:
     import msgspec
     from prime_rl.transports.rollouts.types import TrainingSample
 
-    return [msgspec.structs.asdict(msgspec.convert(list(one.values()), TrainingSample)) for one in _ordered(exported)]
+    return [
+        msgspec.structs.asdict(msgspec.convert(list(sample.values()), TrainingSample)) for sample in _ordered(exported)
+    ]
 
 
 def _ordered(exported: list[Any]) -> list[Any]:
@@ -54,32 +56,32 @@ def _ordered(exported: list[Any]) -> list[Any]:
     from prime_rl.transports.rollouts.types import TrainingSample
 
     names = TrainingSample.__struct_fields__
-    unknown = [name for one in exported for name in one if name not in names]
+    unknown = [name for sample in exported for name in sample if name not in names]
     if unknown:
         raise ValueError(f"TrainingSample has no {unknown}")
-    return [{name: one.get(name) for name in names} for one in exported]
+    return [{name: sample.get(name) for name in names} for sample in exported]
 
 
 def slime(exported: list[Any]) -> list[Any]:
     from slime.utils.types import Sample
 
-    return [_known(Sample, one) for one in exported]
+    return [_known(Sample, sample) for sample in exported]
 
 
 def miles(exported: list[Any]) -> list[Any]:
     from miles.utils.types import Sample
 
-    for one in exported:
-        Sample.from_dict(one).validate()
-    return [_known(Sample, one) for one in exported]
+    for sample in exported:
+        Sample.from_dict(sample).validate()
+    return [_known(Sample, sample) for sample in exported]
 
 
-def _known(kind: Any, one: dict[str, Any]) -> dict[str, Any]:
+def _known(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
     # Miles has no field for the session's id; its `from_dict` makes an attribute of it.
-    unknown = one.keys() - kind.__dataclass_fields__.keys() - {"session_id"}
+    unknown = fields.keys() - kind.__dataclass_fields__.keys() - {"session_id"}
     if unknown:
         raise ValueError(f"{kind} has no {unknown}")
-    sample = kind.from_dict(one)
+    sample = kind.from_dict(fields)
     return {"tokens": sample.tokens, "trained": sample.effective_response_length}
 
 
@@ -93,8 +95,8 @@ def verl(exported: list[Any]) -> list[Any]:
 
     *outputs, proto = exported
     out: list[Any] = []
-    for one in outputs:
-        made = AgentLoopOutput.model_validate(one, extra="forbid").as_dict()
+    for output in outputs:
+        made = AgentLoopOutput.model_validate(output, extra="forbid").as_dict()
         out.append({name: made[name].tolist() for name in ("prompts", "responses", "response_mask", "rm_scores")})
     tensors = {name: torch.tensor(values) for name, values in proto["tensors"].items()}
     names = {name: np.array(values, object) for name, values in proto["non_tensors"].items()}
@@ -112,15 +114,15 @@ def verl(exported: list[Any]) -> list[Any]:
 def agent_lightning(exported: list[Any]) -> list[Any]:
     from pydantic import BaseModel, Field
 
-    # Its package imports all that it can do.
+    # Importing its package imports every feature.
     known = {"BaseModel": BaseModel, "Field": Field, "Any": Any, "Dict": dict, "Optional": Optional}
     triplet = taken("agentlightning.types.core", "Triplet", **known)["Triplet"]
     triplet.model_rebuild(_types_namespace=known)
-    return [triplet.model_validate(one, extra="forbid").model_dump() for one in exported]
+    return [triplet.model_validate(fields, extra="forbid").model_dump() for fields in exported]
 
 
 TRAINERS: dict[str, Callable[[list[Any]], list[Any]]] = {
-    one.__name__: one for one in (tinker, verifiers, prime_rl, slime, miles, verl, agent_lightning)
+    trainer.__name__: trainer for trainer in (tinker, verifiers, prime_rl, slime, miles, verl, agent_lightning)
 }
 
 

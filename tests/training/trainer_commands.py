@@ -15,25 +15,25 @@ from types import ModuleType
 from typing import Any
 
 
-def verl(given: Any) -> list[str]:
+def verl(page: Any) -> list[str]:
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        # It raises for a key that there is not.
-        compose("ppo_trainer", given["options"])
+        # It raises for an unknown key.
+        compose("ppo_trainer", page["options"])
     return []
 
 
-def slime(given: Any) -> list[str]:
-    return unknown_flags("slime", given["options"])
+def slime(page: Any) -> list[str]:
+    return unknown_flags("slime", page["options"])
 
 
-def miles(given: Any) -> list[str]:
-    return unknown_flags("miles", given["options"])
+def miles(page: Any) -> list[str]:
+    return unknown_flags("miles", page["options"])
 
 
 def unknown_flags(package: str, options: list[str]) -> list[str]:
-    """Its parser needs Megatron, so its source is asked. `--save` is Megatron's own."""
+    """Its parser needs Megatron, so this reads its source. `--save` is Megatron's own."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(package)
@@ -43,21 +43,21 @@ def unknown_flags(package: str, options: list[str]) -> list[str]:
     return [flag for flag in flags if f'"{flag}"' not in source and flag != "--save"]
 
 
-def skyrl(given: Any) -> list[str]:
+def skyrl(page: Any) -> list[str]:
     import typing
 
     import typing_extensions
 
-    typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it before Python 3.12.
+    typing.TypedDict = typing_extensions.TypedDict  # pydantic needs it before Python 3.12.
     from skyrl.train.config import SkyRLTrainConfig
 
-    made = SkyRLTrainConfig.from_cli_overrides(given["options"])
+    made = SkyRLTrainConfig.from_cli_overrides(page["options"])
     assert made.generator.step_wise_trajectories
     assert made.generator.inference_engine.engine_init_kwargs == {"logprobs_mode": "processed_logprobs"}
     return []
 
 
-def prime_rl(given: Any) -> list[str]:
+def prime_rl(page: Any) -> list[str]:
     import tomllib
 
     import verifiers.v1 as vf
@@ -77,13 +77,13 @@ def prime_rl(given: Any) -> list[str]:
         plugin.__all__, plugin.__spec__ = [kind.__name__], ModuleSpec(name, None)  # type: ignore[attr-defined]
         setattr(plugin, kind.__name__, kind)
         sys.modules[name] = plugin
-    made = RLConfig.model_validate(tomllib.loads(given["toml"]))
+    made = RLConfig.model_validate(tomllib.loads(page["toml"]))
     (source,) = made.orchestrator.train.source
     assert source.env.agent.harness.id == "my_harness"
     return []
 
 
-def agent_lightning(given: Any) -> list[str]:
+def agent_lightning(page: Any) -> list[str]:
     from agentlightning import config, verl
     from omegaconf import OmegaConf
 
@@ -91,16 +91,16 @@ def agent_lightning(given: Any) -> list[str]:
         return OmegaConf.load(Path(module.__path__[0], name))
 
     files = [read(config, "server.yaml"), read(config, "controller.yaml"), read(verl, "config.yaml")]
-    names = [option.split("=")[0] for option in given["options"] if "=" in option]
+    names = [option.split("=")[0] for option in page["options"] if "=" in option]
     return [name for name in names if all(OmegaConf.select(file, name) is None for file in files)]
 
 
-def nemo_gym(given: Any) -> list[str]:
-    """The model server of the page, and the key of NeMo-RL's that says what the logprobs are."""
+def nemo_gym(page: Any) -> list[str]:
+    """The model server of the page, and NeMo-RL's key for the kind of logprobs."""
     import yaml
     from responses_api_models.vllm_model.app import VLLMModelConfig
 
-    made = yaml.safe_load(given["yaml"])
+    made = yaml.safe_load(page["yaml"])
     (server,) = made["env"]["nemo_gym"]["policy_model"]["responses_api_models"].values()
     VLLMModelConfig(name="policy_model", host="127.0.0.1", port=1, **server)
     spec = find_spec("nemo_rl")
@@ -110,11 +110,11 @@ def nemo_gym(given: Any) -> list[str]:
     unknown = [name for name in made["policy"]["generation"]["vllm_cfg"] if f"\n    {name}: " not in known]
     example = Path(folder).parent / "examples/nemo_gym/grpo_workplace_assistant_nemotron_nano_v2_9b.yaml"
     cluster = yaml.safe_load(example.read_text())["cluster"]
-    options = [option.removeprefix("++cluster.").split("=")[0] for option in given["options"] if "++" in option]
+    options = [option.removeprefix("++cluster.").split("=")[0] for option in page["options"] if "++" in option]
     return unknown + [name for name in options if name not in cluster]
 
 
-def tinker_cookbook(given: Any) -> list[str]:
+def tinker_cookbook(page: Any) -> list[str]:
     spec = find_spec("tinker_cookbook")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("tinker_cookbook")
@@ -123,7 +123,7 @@ def tinker_cookbook(given: Any) -> list[str]:
 
 
 ALL = (verl, slime, miles, skyrl, prime_rl, agent_lightning, nemo_gym, tinker_cookbook)
-TRAINERS: dict[str, Callable[[Any], list[str]]] = {one.__name__: one for one in ALL}
+TRAINERS: dict[str, Callable[[Any], list[str]]] = {trainer.__name__: trainer for trainer in ALL}
 
 
 def main() -> None:

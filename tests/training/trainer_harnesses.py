@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-live.md"
 
 
 def nemo_gym() -> dict[str, Any]:
-    """Gym's model server over the gateway, what NeMo-RL makes of its output; only the engine's handle is replaced."""
+    """Run Gym's model server over the gateway, then NeMo-RL's code. Only the engine's handle is replaced."""
     import aiohttp
     import torch
     from nemo_gym import server_utils
@@ -53,7 +53,7 @@ def nemo_gym() -> dict[str, Any]:
             yield 0, BatchedDataDict(made)
 
     async def agent(session: aiohttp.ClientSession, url: str, number: int) -> list[Any]:
-        """What Gym's agents do: all items so far go back, with the cookies of the model server."""
+        """Send all items so far, with the cookies of the model server, as Gym's agents do."""
         items: list[Any] = []
         output: list[Any] = []
         texts = [f"Task {number}.", "Go on.", "And?"]
@@ -133,9 +133,9 @@ def nemo_gym() -> dict[str, Any]:
         datum = {"message_log": logs, "length": length, "total_reward": live.REWARDS[number], "truncated": False}
         sessions[str(number)] = [datum]
     rows = []
-    for given in trainer_paths.nemo_rl(sessions):
-        # Each prompt is another one here, so there is nothing to compare; test_trainer_paths.py has groups.
-        rows.append(Row(given["token_ids"], given["weights"], given["logprobs"], reward=given["reward"]))
+    for fields in trainer_paths.nemo_rl(sessions):
+        # Each prompt differs here, so there is nothing to compare; test_trainer_paths.py has groups.
+        rows.append(Row(fields["token_ids"], fields["weights"], fields["logprobs"], reward=fields["reward"]))
     rewards = {name: live.REWARDS[int(name)] for name in sessions}
     return {"rows": rows, "rewards": rewards, "failed": failed}
 
@@ -143,10 +143,10 @@ def nemo_gym() -> dict[str, Any]:
 def both_branches_are_recorded(url: str) -> None:
     """NeMo-RL refuses the session that forked. Its record is right, and can be trained without NeMo-RL."""
     with Client(url) as client:
-        found = [client.session(one.session_id).trajectories() for one in client.sessions()]
-    (forked,) = [paths for paths in found if len(paths) > 1]
+        trajectories = [client.session(info.session_id).trajectories() for info in client.sessions()]
+    (forked,) = [paths for paths in trajectories if len(paths) > 1]
     assert [path.verdict.split(":")[0] for path in forked] == ["exact", "forked"]
-    rows = [Row(one.token_ids, one.loss_mask, one.logprobs) for one in assemble(forked).samples]
+    rows = [Row(sample.token_ids, sample.loss_mask, sample.logprobs) for sample in assemble(forked).samples]
     golden = live.golden_of(live.LEDGER[-1].calls, {"1": live.REWARDS[1]})
     assert live.findings_of(golden, rows) == set()
 
@@ -161,10 +161,10 @@ def no_call_is_aborted() -> None:
 
 
 def from_page(name: str) -> Any:
-    """The class that the page has the reader write."""
+    """Return the class that the page shows."""
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if f"class {name}" in code]
     module = ast.parse(code)
-    module.body = [one for one in module.body if not isinstance(one, ast.If)]
+    module.body = [node for node in module.body if not isinstance(node, ast.If)]
     known: dict[str, Any] = {"__name__": "page"}
     exec(compile(module, "page", "exec"), known)
     return known[name]

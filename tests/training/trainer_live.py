@@ -1,6 +1,6 @@
 """Run by an interpreter that has a trainer: adapters inside the trainer's own entry of rollouts, over a ledger.
 
-Writes, as JSON, what the kit finds in what the trainer made, which planted errors it would miss, and what became of an
+Writes, as JSON, the kit's findings in the trainer's rows, the planted errors that it would miss, and the result of an
 agent that failed.
 """
 
@@ -63,13 +63,13 @@ def verl() -> dict[str, Any]:
         def _release_server(self, server_id: str, request_id: str | None = None) -> None:
             pass
 
-    async def put_batch(**given: Any) -> None:
-        put.append(given)
+    async def put_batch(**batch_call: Any) -> None:
+        put.append(batch_call)
 
-    async def put_one(**given: Any) -> None:
-        statuses.append(given["tag"]["status"])
+    async def put_single(**single_call: Any) -> None:
+        statuses.append(single_call["tag"]["status"])
 
-    agent_loop_tq.tq.async_kv_batch_put, agent_loop_tq.tq.async_kv_put = put_batch, put_one
+    agent_loop_tq.tq.async_kv_batch_put, agent_loop_tq.tq.async_kv_put = put_batch, put_single
     rollout = {"name": "vllm", "n": 5, "prompt_length": 200, "response_length": 300, "max_model_len": None}
     rollout |= {"logprobs_mode": "processed_logprobs", "full_determinism": False, "agent": {}}
     rollout |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -100,8 +100,8 @@ def verl() -> dict[str, Any]:
         await prompt(5, 1)
 
     asyncio.run(both())
-    fields = [(field, tag) for given in put for field, tag in zip(given["fields"], given["tags"], strict=True)]
-    advantages = verl_advantages([field for field, _ in fields], [key for given in put for key in given["keys"]])
+    fields = [(field, tag) for call in put for field, tag in zip(call["fields"], call["tags"], strict=True)]
+    advantages = verl_advantages([field for field, _ in fields], [key for call in put for key in call["keys"]])
     rows = []
     rewards: dict[str, float] = {}
     for n, (field, tag) in enumerate(fields):
@@ -123,14 +123,16 @@ def verl() -> dict[str, Any]:
 
 
 def verl_advantages(fields: list[Any], keys: list[str]) -> Any:
-    """What its trainer makes of the rewards of a batch from its queue."""
+    """Return the trainer's advantages for the rewards of a batch from its queue."""
     import numpy as np
     from torch.nn.utils.rnn import pad_sequence
     from verl import DataProto
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     names = {"response_mask": "loss_mask", "token_level_rewards": "rm_scores"}
-    tensors = {name: pad_sequence([one[given] for one in fields], batch_first=True) for name, given in names.items()}
+    tensors = {
+        name: pad_sequence([field[column] for field in fields], batch_first=True) for name, column in names.items()
+    }
     groups = np.array([key.rsplit("_", 2)[0] for key in keys], object)
     batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": groups})
     return compute_advantage_for_multi_trajectories(batch, batch_keys=keys, adv_estimator="grpo").batch["advantages"]
@@ -150,7 +152,7 @@ async def post(url: str, payload: Any, max_retries: int = 60, action: str = "pos
     limit = payload["sampling_params"]["max_new_tokens"]
     call = live.LEDGER[-1].sample(payload["input_ids"], limit, headers["X-SMG-Routing-Key"])
     end = {"type": call.finish} | ({"matched": call.ids[-1]} if call.finish == "stop" else {})
-    pairs = [(logprob, one, None) for logprob, one in zip(call.logprobs, call.ids, strict=True)]
+    pairs = [(logprob, token_id, None) for logprob, token_id in zip(call.logprobs, call.ids, strict=True)]
     about = {"finish_reason": end, "output_token_logprobs": pairs, "weight_version": call.version}
     return {"text": "", "meta_info": about}
 
@@ -212,8 +214,8 @@ def slime() -> dict[str, Any]:
     )
     manager = SimpleNamespace(args=args, custom_convert_samples_to_train_data_func=None)
     manager.custom_reward_post_process_func = normalized_rewards
-    manager._post_process_rewards = lambda given: functions["_post_process_rewards"](manager, given)
-    flat = [one for samples in made for one in samples]
+    manager._post_process_rewards = lambda batch_samples: functions["_post_process_rewards"](manager, batch_samples)
+    flat = [sample for samples in made for sample in samples]
     data = functions["_convert_samples_to_train_data"](manager, flat)
     rows, rewards = slime_rows(data, flat)
     # One sample each: then its own normalization and ours are the same.
@@ -221,8 +223,8 @@ def slime() -> dict[str, Any]:
     args.n_samples_per_prompt = len(single)
     for scaled in (False, True):
         args.grpo_std_normalization = scaled
-        for one in single:
-            one.remove_sample = False
+        for first in single:
+            first.remove_sample = False
         ours = normalized_rewards(args, single)
         manager.custom_reward_post_process_func = None
         theirs = functions["_post_process_rewards"](manager, single)
@@ -242,7 +244,7 @@ def miles() -> dict[str, Any]:
 
     http_utils.post = post
     args = SimpleNamespace(**SLIME_ARGS)
-    # Its modules import SGLang.
+    # These modules import SGLang.
     inputs = ModuleType("miles.rollout.base_types")
     sys.modules[inputs.__name__] = inputs
     names = ("GenerateFnInput", "GenerateFnOutput")
@@ -278,13 +280,13 @@ def miles() -> dict[str, Any]:
     # A group with a rollout that failed can be left out,
     assert not check_no_aborted(args, made).keep
     assert check_no_aborted(args, made[:5]).keep
-    flat = [one for samples in made for one in samples]
-    for one in flat:
-        one.validate()
+    flat = [item for samples in made for item in samples]
+    for item in flat:
+        item.validate()
     # or the rollout, by our function.
     rows, rewards = slime_rows(convert_samples_to_train_data(args, flat, {}, None, normalized_rewards), flat)
     data = convert_samples_to_train_data(args, flat, {}, None, None)
-    # In its own mean that rollout counts as one with reward 0; a forked one counts once.
+    # In its mean, that rollout counts with reward 0; a forked rollout counts once.
     mean = sum(live.REWARDS) / 6
     for sample, reward in zip(flat[:-1], data["rewards"], strict=False):
         assert abs(reward - (sample.reward - mean)) < 1e-6, (sample.index, reward)
@@ -328,7 +330,7 @@ def skyrl() -> dict[str, Any]:
     cfg = SimpleNamespace(sampling_params=sampling, inference_engine=engine, step_wise_trajectories=True)
     tokenizer = SimpleNamespace(name_or_path=str(MODEL))
     client = live.SkyRlClient(ledger)
-    generator = AgentGenerator(live.one_at_a_time(), cfg, client, tokenizer, max_seq_len=500)
+    generator = AgentGenerator(live.sequential_agent(), cfg, client, tokenizer, max_seq_len=500)
     batch = {
         "prompts": [[]] * 6,
         "env_classes": [""] * 6,
@@ -341,11 +343,11 @@ def skyrl() -> dict[str, Any]:
     validate_generator_output(6, output, step_wise=True)
     validate_generator_output(6, merge_stepwise_output(output), step_wise=True)
     rows, rewards = live.skyrl_rows(output, ledger)
-    given = skyrl_advantages(output)
+    row_advantages = skyrl_advantages(output)
     trained = [n for n, mask in enumerate(output["loss_masks"]) if any(mask)]
     for at, n in enumerate(trained):
         before = [0.0] * len(output["prompt_token_ids"][n])
-        rows[at] = replace(rows[at], advantages=[*before, *given[n]])
+        rows[at] = replace(rows[at], advantages=[*before, *row_advantages[n]])
     return {"rows": rows, "rewards": rewards, "failed": output["stop_reasons"][-1]}
 
 
@@ -358,7 +360,7 @@ def skyrl_advantages(output: dict[str, Any]) -> list[list[float]]:
 
     columns = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
     scores = [
-        [0.0] * (len(ids) - 1) + [one] for ids, one in zip(output["response_ids"], output["rewards"], strict=True)
+        [0.0] * (len(ids) - 1) + [reward] for ids, reward in zip(output["response_ids"], output["rewards"], strict=True)
     ]
     prompts, responses, masks, logprobs = (output[name] for name in columns)
     _, _, response_mask, rewards, _, _, _ = convert_prompts_responses_to_batch_tensors(
@@ -368,7 +370,7 @@ def skyrl_advantages(output: dict[str, Any]) -> list[list[float]]:
     class Data(dict[str, Any]):
         metadata: ClassVar = {
             "is_last_step": output["is_last_step"],
-            "uids": [one.instance_id for one in output["trajectory_ids"]],
+            "uids": [trajectory_id.instance_id for trajectory_id in output["trajectory_ids"]],
             "avg_response_length": 0.0,
         }
 
@@ -470,7 +472,9 @@ def prime_rl_algo() -> dict[str, Any]:
     """What its algorithms import."""
     import verifiers.v1 as vf
 
-    known = {"iter_trainable_traces": lambda episodes: [(one, trace) for one in episodes for trace in one.traces]}
+    known = {
+        "iter_trainable_traces": lambda episodes: [(episode, trace) for episode in episodes for trace in episode.traces]
+    }
     return known | taken("prime_rl.orchestrator.algo.routing", "assign_advantages", vf=vf)
 
 
@@ -509,13 +513,13 @@ def tinker_cookbook() -> dict[str, Any]:
             for numbers in (range(5), [5, 7])
         ]
 
-    # There is no word for an aborted call.
+    # It has no finish reason for an aborted call.
     assert typing.get_args(tinker.StopReason) == ("length", "stop")
     group, failed = asyncio.run(groups())
     assert group.get_total_rewards() == [*live.REWARDS]
     (advantages,) = compute_advantages([group])
     centered = [reward - sum(live.REWARDS) / 5 for reward in live.REWARDS]
-    assert max(abs(one - other) for one, other in zip(advantages.tolist(), centered, strict=True)) < 1e-6
+    assert max(abs(advantage - other) for advantage, other in zip(advantages.tolist(), centered, strict=True)) < 1e-6
     rows = []
     for datum, about in zip(*assemble_training_data([group], [advantages]), strict=True):
         inputs = {name: values.to_torch().tolist() for name, values in datum.loss_fn_inputs.items()}
@@ -565,12 +569,12 @@ def agent_lightning() -> dict[str, Any]:
         async def rollouts() -> None:
             async with live.vllm_server(live.LEDGER[-1]) as server:
                 await asyncio.to_thread(manager.register_model, [f"{server}/v1"])
-                for one in enqueued:
+                for rollout in enqueued:
                     # As its local controller does, which starts a process for each.
-                    at = f"rollout/{one.rollout_id}/attempt/0"
+                    at = f"rollout/{rollout.rollout_id}/attempt/0"
                     os.environ |= {"AGL_OPENAI_BASE_URL": f"{url}/proxy/{at}/mode/train/openai/v1", "AGL_KEY": "secret"}
                     os.environ |= {"AGL_EVENT_URL": f"{url}/api/{at.replace('rollout/', 'rollouts/')}/events"}
-                    os.environ["NUMBER"] = str(one.input["number"])
+                    os.environ["NUMBER"] = str(rollout.input["number"])
                     try:
                         await Rollout().run()
                         states = ["running", "succeeded"]
@@ -578,12 +582,14 @@ def agent_lightning() -> dict[str, Any]:
                         states = ["running", "failed"]
                     for state in states:
                         patch = {"status": {"state": state, "last_attempt_id": "0"}}
-                        path = f"/api/rollouts/{one.rollout_id}"
+                        path = f"/api/rollouts/{rollout.rollout_id}"
                         (await asyncio.to_thread(manager.client.patch, path, json=patch)).raise_for_status()
 
         asyncio.run(rollouts())
-        made = [manager._build_completed_rollout(one, manager._get_rollout(one.rollout_id)) for one in enqueued]
-    assert [one.final_reward for one in made] == [*live.REWARDS, None]
+        made = [
+            manager._build_completed_rollout(rollout, manager._get_rollout(rollout.rollout_id)) for rollout in enqueued
+        ]
+    assert [rollout.final_reward for rollout in made] == [*live.REWARDS, None]
     adapter = RolloutAdapter(
         max_prompt_length=400,
         max_response_length=400,
@@ -594,10 +600,10 @@ def agent_lightning() -> dict[str, Any]:
     batch, _ = adapter.get_train_data_batch(made[:5])
     # Its rewards are bfloat16, and so would the advantages be.
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"].float()
-    # They are of one row of its data, generated several times; here each has a number of its own.
+    # They are of the same row of its data, generated several times; here each has a different number.
     batch.non_tensor_batch["uid"] = np.array(["g"] * len(batch), object)
     batch, _ = compute_rollout_level_advantage(batch, adv_estimator="grpo", gamma=1.0, lam=1.0, num_repeat=5)
-    names = [one.rollout_id for one in made]
+    names = [rollout.rollout_id for rollout in made]
     rows = []
     for n, name in enumerate(batch.non_tensor_batch["rollout_id_list"].tolist()):
         tensors = {key: values[n].float() for key, values in batch.batch.items()}
@@ -626,7 +632,7 @@ def art() -> dict[str, Any]:
     )
     vllm = ("_normalize_token_ids", "attach_vllm_token_metadata_to_choice", "choice_vllm_token_metadata")
     known = taken("art.preprocessing.vllm_tokens", *vllm, **known)
-    known |= {"Choice": Choice, "align_choice_routes_to_tokenized_result": lambda **given: (None, None)}
+    known |= {"Choice": Choice, "align_choice_routes_to_tokenized_result": lambda **arguments: (None, None)}
     made = ("assemble_vllm_training_sequences", "_tokenized_result_from_vllm_choices", "_choice_logprobs")
     known = taken(
         "art.preprocessing.tokenize", *made, "_choice_extra_logprobs", **known, TokenizedResult=SimpleNamespace
@@ -646,20 +652,20 @@ def art() -> dict[str, Any]:
                 allow_training_without_logprobs=False,
                 trajectory=None,
             )
-            for one in sequences:
-                logprobs = [0.0 if math.isnan(value) else value for value in one.logprobs]
-                rows.append(Row(one.token_ids, one.assistant_mask, logprobs, reward=reward))
+            for sequence in sequences:
+                logprobs = [0.0 if math.isnan(value) else value for value in sequence.logprobs]
+                rows.append(Row(sequence.token_ids, sequence.assistant_mask, logprobs, reward=reward))
     rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
     return {"rows": rows, "rewards": rewards, "failed": ""}
 
 
 ALL = (verl, slime, miles, skyrl, verifiers, tinker_cookbook, agent_lightning, art, nemo_gym, trl, trl_async, openenv)
-TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {one.__name__: one for one in ALL}
+TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {trainer.__name__: trainer for trainer in ALL}
 
 
 NO_ABORTS = {"tinker_cookbook", "nemo_gym"}
-"""Whose engine has no way to say that a call was aborted; all others go on with a prompt that ends with what it had
-sampled."""
+"""Trainers whose engine can't report that a call was aborted. All others continue with a prompt that ends with
+the sampled tokens."""
 
 
 def main() -> None:
@@ -674,14 +680,14 @@ def main() -> None:
         print("\nnull")
         return
     golden, rows = live.golden_of(ledger.calls, made["rewards"]), made["rows"]
-    found, noticed, unnoticed = live.checked(golden, rows)
-    # Rows by kind of session, and what became of the one whose weights changed.
+    kinds, noticed, unnoticed = live.checked(golden, rows)
+    # Rows by kind of session, and whether the call with changed weights was resumed.
     number_of = {call.session: int(ledger.task_of(call.prompt)) for call in ledger.calls}
-    counted = Counter(number_of[one.session.name] for one in place(golden, rows)[0] if one.trained)
+    counted = Counter(number_of[row.session.name] for row in place(golden, rows)[0] if row.trained)
     resumed = any(call.earlier for call in ledger.calls)
-    told = {"sessions": {kind: counted[n] for n, kind in enumerate(live.KINDS)}, "resumed": resumed}
-    told |= {"failed": made["failed"], "found": sorted(found), "noticed": noticed, "unnoticed": sorted(unnoticed)}
-    print("\n" + json.dumps(told | {"versions": any(row.weight_versions is not None for row in rows)}))
+    result = {"sessions": {kind: counted[n] for n, kind in enumerate(live.KINDS)}, "resumed": resumed}
+    result |= {"failed": made["failed"], "found": sorted(kinds), "noticed": noticed, "unnoticed": sorted(unnoticed)}
+    print("\n" + json.dumps(result | {"versions": any(row.weight_versions is not None for row in rows)}))
 
 
 if __name__ == "__main__":

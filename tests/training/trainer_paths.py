@@ -1,4 +1,4 @@
-"""Run by an interpreter that has a trainer: from exports to what its loss gets, by the trainer's own functions.
+"""Run by an interpreter that has a trainer: from exports to the inputs of its loss, by the trainer's functions.
 
 Reads `[{session: [exported, ...]}, ...]`, a batch each, from standard input, and writes the rows of each batch: a dict
 with the fields of `tokentape.testing.samples.Row`. Of modules that need more than is installed, only the functions
@@ -33,15 +33,15 @@ def taken(module: str, *names: str, **known: Any) -> dict[str, Any]:
         raise ImportError(f"{place} does not exist")
     source = place.read_text()
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    found = [one for one in ast.walk(ast.parse(source)) if isinstance(one, kinds) and one.name in names]
-    for one in found:
-        one.decorator_list = []
-        if isinstance(one, ast.ClassDef):
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds) and node.name in names]
+    for node in nodes:
+        node.decorator_list = []
+        if isinstance(node, ast.ClassDef):
             continue
-        one.returns = None
-        for argument in one.args.args:
+        node.returns = None
+        for argument in node.args.args:
             argument.annotation = None
-    exec(compile(ast.Module(found, []), module, "exec"), known)
+    exec(compile(ast.Module(nodes, []), module, "exec"), known)
     return known
 
 
@@ -53,22 +53,22 @@ def verl(sessions: Sessions) -> Iterator[dict[str, Any]]:
 
     put: list[dict[str, Any]] = []
 
-    async def kept(**given: Any) -> None:
-        put.append(given)
+    async def kept(**call: Any) -> None:
+        put.append(call)
 
     agent_loop_tq.tq.async_kv_batch_put = kept
     worker_class = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class
     worker = object.__new__(worker_class)
     worker.processor, worker.reward_loop_worker_handles, worker.distillation_enabled = None, None, False
     for n, outputs in enumerate(sessions.values()):
-        made = [AgentLoopOutput.model_validate(one, extra="forbid") for one in outputs]
+        made = [AgentLoopOutput.model_validate(output, extra="forbid") for output in outputs]
         asyncio.run(worker._agent_loop_postprocess(made, False, uid="u", session_id=n, global_steps=9, raw_prompt=[]))
-    tags = [tag for given in put for tag in given["tags"]]
+    tags = [tag for call in put for tag in call["tags"]]
     # As its metrics read them.
     least, most = (
         np.array([tag[name] for tag in tags], dtype=int) for name in ("min_global_steps", "max_global_steps")
     )
-    fields = [field for given in put for field in given["fields"]]
+    fields = [field for call in put for field in call["fields"]]
     for n, field in enumerate(fields):
         before = [0] * len(field["prompts"])
         row = {
@@ -85,7 +85,7 @@ def slime(sessions: Sessions) -> Iterator[dict[str, Any]]:
     import torch
     from slime.utils.types import Sample
 
-    samples = [[Sample.from_dict(one) for one in given] for given in sessions.values()]
+    samples = [[Sample.from_dict(sample) for sample in session] for session in sessions.values()]
     taken("slime.observability.rollout_data_utils", "validate_rollout_id_annotated", Sample=Sample)[
         "validate_rollout_id_annotated"
     ]([samples])
@@ -93,8 +93,8 @@ def slime(sessions: Sessions) -> Iterator[dict[str, Any]]:
     made = taken("slime.ray.rollout", "_convert_samples_to_train_data", "_post_process_rewards", **known)
     manager = SimpleNamespace(args=ARGUMENTS, custom_convert_samples_to_train_data_func=None)
     manager.custom_reward_post_process_func = None
-    manager._post_process_rewards = lambda given: made["_post_process_rewards"](manager, given)
-    flat = [one for given in samples for one in given]
+    manager._post_process_rewards = lambda batch_samples: made["_post_process_rewards"](manager, batch_samples)
+    flat = [sample for session in samples for sample in session]
     return of_slime(made["_convert_samples_to_train_data"](manager, flat), flat)
 
 
@@ -103,11 +103,11 @@ def miles(sessions: Sessions) -> Iterator[dict[str, Any]]:
     from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
     from miles.utils.types import Sample
 
-    samples = [[Sample.from_dict(one) for one in given] for given in sessions.values()]
+    samples = [[Sample.from_dict(sample) for sample in session] for session in sessions.values()]
     validate_compact_rollout_ids([samples])
-    flat = [one for given in samples for one in given]
-    for one in flat:
-        one.validate()
+    flat = [sample for session in samples for sample in session]
+    for sample in flat:
+        sample.validate()
     return of_slime(convert_samples_to_train_data(ARGUMENTS, flat, {}, None, None), flat)
 
 
@@ -121,7 +121,8 @@ def of_slime(made: dict[str, Any], samples: list[Any]) -> Iterator[dict[str, Any
         before = [0] * (len(ids) - made["response_lengths"][n])
         yield {
             "token_ids": ids,
-            "weights": before + [one / max(1, made["rollout_mask_sums"][n]) for one in made["loss_masks"][n]],
+            "weights": before
+            + [mask_value / max(1, made["rollout_mask_sums"][n]) for mask_value in made["loss_masks"][n]],
             "logprobs": before + made["rollout_log_probs"][n],
             "reward": made["rewards"][n],
             "truncated": bool(made["truncated"][n]),
@@ -139,11 +140,11 @@ def skyrl(sessions: Sessions) -> Iterator[dict[str, Any]]:
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
     (output,) = sessions.values()
-    prompts = len({json.dumps(one) for one in output["trajectory_ids"]})
+    prompts = len({json.dumps(trajectory_id) for trajectory_id in output["trajectory_ids"]})
     validate_generator_output(prompts, output, step_wise=True)
     validate_generator_output(prompts, merge_stepwise_output(output), step_wise=True)
     rewards = [
-        [0.0] * (len(ids) - 1) + [one] for ids, one in zip(output["response_ids"], output["rewards"], strict=True)
+        [0.0] * (len(ids) - 1) + [reward] for ids, reward in zip(output["response_ids"], output["rewards"], strict=True)
     ]
     ids, real, _, scores, masks, logprobs, _ = convert_prompts_responses_to_batch_tensors(
         2, output["prompt_token_ids"], output["response_ids"], rewards, output["loss_masks"], output["rollout_logprobs"]
@@ -161,12 +162,12 @@ def skyrl(sessions: Sessions) -> Iterator[dict[str, Any]]:
 
 
 def nemo_rl(sessions: Sessions) -> Iterator[dict[str, Any]]:
-    """What `grpo_train` does with a batch of rollouts, before the loss."""
+    """Process a batch of rollouts as `grpo_train` does before the loss."""
     import torch
     from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 
-    batch = [one for given in sessions.values() for one in given]
-    logs = [one["message_log"] for one in batch]
+    batch = [datum for session in sessions.values() for datum in session]
+    logs = [datum["message_log"] for datum in batch]
     for log in logs:
         for message in log:
             message["token_ids"] = torch.tensor(message["token_ids"])
@@ -181,17 +182,17 @@ def nemo_rl(sessions: Sessions) -> Iterator[dict[str, Any]]:
         backfill_missing_routed_experts=lambda logs: None,
     )
     baselines = taken("nemo_rl.algorithms.utils", "calculate_baseline_and_std_per_prompt", torch=torch)
-    lengths = torch.tensor([one["length"] for one in batch])
+    lengths = torch.tensor([datum["length"] for datum in batch])
     prompts, _ = batched_message_log_to_flat_message(
         grpo["extract_initial_prompt_messages"](logs, lengths), pad_value_dict={"token_ids": 2}
     )
-    rewards = torch.tensor([one["total_reward"] for one in batch])
+    rewards = torch.tensor([datum["total_reward"] for datum in batch])
     baseline, _ = baselines["calculate_baseline_and_std_per_prompt"](
         prompts["token_ids"], rewards, torch.ones_like(rewards), leave_one_out_baseline=False
     )
     grpo["add_grpo_token_loss_masks_and_generation_logprobs"](logs)
     flat, _ = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": 2})
-    for n, one in enumerate(batch):
+    for n, datum in enumerate(batch):
         mask = flat["token_loss_mask"][n]
         yield {
             "token_ids": flat["token_ids"][n].tolist(),
@@ -199,16 +200,16 @@ def nemo_rl(sessions: Sessions) -> Iterator[dict[str, Any]]:
             "logprobs": flat["generation_logprobs"][n].tolist(),
             "advantages": (mask * (rewards[n] - baseline[n])).tolist(),
             "reward": float(rewards[n]),
-            "truncated": one["truncated"],
+            "truncated": datum["truncated"],
         }
 
 
 def tinker(sessions: Sessions) -> Iterator[dict[str, Any]]:
-    """Its request types, and what it sends: no more inputs than its losses take."""
+    """Return the inputs of its request types: no more inputs than its losses take."""
     from tinker import Datum, ModelInput
 
-    for one in [one for given in sessions.values() for one in given]:
-        datum = Datum(model_input=ModelInput.from_ints(one["tokens"]), loss_fn_inputs=one["loss_fn_inputs"])
+    for sample in [sample for session in sessions.values() for sample in session]:
+        datum = Datum(model_input=ModelInput.from_ints(sample["tokens"]), loss_fn_inputs=sample["loss_fn_inputs"])
         inputs = {name: data.tolist() for name, data in datum.loss_fn_inputs.items()}
         assert set(inputs) == {"target_tokens", "logprobs", "advantages"}
         yield {
@@ -220,7 +221,7 @@ def tinker(sessions: Sessions) -> Iterator[dict[str, Any]]:
 
 
 TRAINERS: dict[str, Callable[[Sessions], Iterator[dict[str, Any]]]] = {
-    one.__name__: one for one in (verl, slime, miles, skyrl, nemo_rl, tinker)
+    trainer.__name__: trainer for trainer in (verl, slime, miles, skyrl, nemo_rl, tinker)
 }
 
 

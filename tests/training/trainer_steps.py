@@ -1,4 +1,4 @@
-"""Run by an interpreter that has a trainer: its own loss and update on a CPU, on what was exported.
+"""Run by an interpreter that has a trainer: its loss and update on a CPU, on exported samples.
 
 Reads `{"model": folder, "gradients": folder, "batches": {name: exported}}` from standard input. Writes for each batch
 the rows that the loss got, each with the log-probabilities of the trainer's own forward pass, and the loss of each
@@ -73,7 +73,7 @@ def verl(model_dir: str, proto: dict[str, Any]) -> Iterator[Any]:
     names = {name: np.array(values, object) for name, values in proto["non_tensors"].items()}
     batch = DataProto.from_dict(tensors=tensors, non_tensors=names, meta_info=proto["meta_info"])
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
-    # What its `apply_bypass_mode` does: the policy that sampled is the one that the ratio is of.
+    # As its `apply_bypass_mode`: the ratio is of the policy that sampled.
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     keys = batch.non_tensor_batch["batch_key"].tolist()
     batch = compute_advantage_for_multi_trajectories(batch, batch_keys=keys, adv_estimator="grpo")
@@ -93,16 +93,16 @@ def verl(model_dir: str, proto: dict[str, Any]) -> Iterator[Any]:
         return ppo_loss(config, model_output, data, dp_group)
 
     def step() -> float:
-        given = left_right_2_no_padding(batch.to_tensordict())
+        tensordict = left_right_2_no_padding(batch.to_tensordict())
         about = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "use_fused_kernels": False}
         about |= {"calculate_entropy": False, "global_batch_size": len(batch), **batch.meta_info}
-        tensordict_utils.assign_non_tensor(given, **about)
+        tensordict_utils.assign_non_tensor(tensordict, **about)
         engine.optimizer_zero_grad()
-        found = engine.forward_backward_batch(given, loss)
-        return sum(float(one) for one in found["metrics"]["actor/pg_loss"].values)
+        output = engine.forward_backward_batch(tensordict, loss)
+        return sum(float(loss_value) for loss_value in output["metrics"]["actor/pg_loss"].values)
 
     def gradient() -> dict[str, Any]:
-        return {name: one.grad.full_tensor() for name, one in engine.module.named_parameters()}
+        return {name: parameter.grad.full_tensor() for name, parameter in engine.module.named_parameters()}
 
     # The gradients are gone at its end.
     with engine.train_mode():
@@ -120,27 +120,27 @@ def prime_rl(model_dir: str, exported: list[dict[str, Any]]) -> Iterator[Any]:
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    samples = [TrainingSample(**one) for one in exported]
+    samples = [TrainingSample(**sample) for sample in exported]
     (batches,) = prepare_batch(samples, 600, 1, build_bin_cost(None))
-    scale = sum(sum(one.loss_mask) for one in batches)
+    scale = sum(sum(packed.loss_mask) for packed in batches)
     rows: list[dict[str, Any]] = []
 
     def step() -> float:
         optimizer.zero_grad()
         total = 0.0
-        for one in batches:
-            ids = torch.tensor([one.input_ids])
+        for packed in batches:
+            ids = torch.tensor([packed.input_ids])
             # A packed row is several sequences, which its own models keep apart by their lengths.
-            parts = ids.split(one.sequence_lengths, dim=1)
+            parts = ids.split(packed.sequence_lengths, dim=1)
             logits = torch.cat([model(input_ids=part).logits for part in parts], dim=1)
-            scaled = logits / torch.tensor([one.temperatures]).unsqueeze(-1)
-            found = losses.selective_log_softmax(scaled, losses.shift_tensor_left(ids))
-            new = losses.shift_tensor_right(found)[0].split(one.sequence_lengths)
-            given = {name: getattr(one, name) for name in ("inference_logprobs", "advantages", "loss_mask")}
-            inputs = {name: torch.tensor(values).split(one.sequence_lengths) for name, values in given.items()}
+            scaled = logits / torch.tensor([packed.temperatures]).unsqueeze(-1)
+            log_softmax = losses.selective_log_softmax(scaled, losses.shift_tensor_left(ids))
+            new = losses.shift_tensor_right(log_softmax)[0].split(packed.sequence_lengths)
+            columns = {name: getattr(packed, name) for name in ("inference_logprobs", "advantages", "loss_mask")}
+            inputs = {name: torch.tensor(values).split(packed.sequence_lengths) for name, values in columns.items()}
             for n, part in enumerate(parts):
                 arrays = {"weights": inputs["loss_mask"], "logprobs": inputs["inference_logprobs"]}
-                arrays |= {"advantages": inputs["advantages"], "new": [one.detach() for one in new]}
+                arrays |= {"advantages": inputs["advantages"], "new": [tensor.detach() for tensor in new]}
                 rows.append(
                     {"token_ids": part[0].tolist()} | {name: values[n].tolist() for name, values in arrays.items()}
                 )
@@ -153,7 +153,7 @@ def prime_rl(model_dir: str, exported: list[dict[str, Any]]) -> Iterator[Any]:
         return total
 
     def gradient() -> dict[str, Any]:
-        return {name: one.grad for name, one in model.named_parameters()}
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     yield from stepped(step, gradient, optimizer.step, rows)
 
@@ -166,7 +166,7 @@ def stepped(
     for n in range(STEPS):
         losses.append(step())
         if n == 0:
-            yield {name: one.numpy().copy() for name, one in gradient().items()}
+            yield {name: tensor.numpy().copy() for name, tensor in gradient().items()}
             yield [*rows]
         update()
     yield losses

@@ -19,12 +19,12 @@ from tokentape.errors import InvalidRequest
 from tokentape.testing._rows import Row
 
 NUMBERS = count()
-"""Of the sessions of a process, in the order of `live.KINDS`."""
+"""Numbers of the sessions of a process, in the order of `live.KINDS`."""
 
 
 async def in_order(base_url: str, api_key: str, task: Any) -> float | None:
     """The agent of the ledger. It fails from the sixth session on."""
-    # In a process of its own nobody has set this.
+    # A separate process has not set this.
     live.CLIENTS.update(live.THREE)
     return await live.agent(base_url, api_key, {"number": min(next(NUMBERS), 5)})
 
@@ -34,13 +34,13 @@ async def in_session(session: ClientSession, row: Any) -> float | None:
 
 
 def trl() -> dict[str, Any]:
-    """What the loss of `GRPOTrainer` gets; only vLLM is replaced. It takes one sequence per rollout."""
+    """Return the inputs of `GRPOTrainer`'s loss. Only vLLM is replaced. The trainer takes one sequence per rollout."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     from tokentape.training.trl import GatewayRollouts, carry_rows, correct_by_recorded_logprobs, recorded_reward
 
-    numbers, batches, given = iter([0, 2, 3, 4, 5]), [], []
+    numbers, batches, calls = iter([0, 2, 3, 4, 5]), [], []
 
     async def agent(session: ClientSession, row: Any) -> float | None:
         return await live.agent(session.base_url, session.api_key, {"number": next(numbers)})
@@ -49,8 +49,8 @@ def trl() -> dict[str, Any]:
         rollouts = GatewayRollouts(client, agent, concurrency=1, failures="mask")
 
         def kept(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-            given.append(rollouts(prompts, trainer))
-            return dict(given[-1])
+            calls.append(rollouts(prompts, trainer))
+            return dict(calls[-1])
 
         settings: dict[str, Any] = {"per_device_train_batch_size": 5, "num_generations": 5, "max_steps": 1}
         settings |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
@@ -75,7 +75,7 @@ def trl() -> dict[str, Any]:
             rollouts([[{"role": "user", "content": "Go."}]], trainer)
         except InvalidRequest as error:
             failed = str(error).split(",")[0].split("' ")[-1]
-    (batch,), (fields,) = batches, given
+    (batch,), (fields,) = batches, calls
     scored = zip(fields["prompt_ids"], fields["completion_ids"], fields["reward"], strict=True)
     reward_of = {(*prompt, *completion): reward for prompt, completion, reward in scored}
     rows = []
@@ -93,7 +93,7 @@ def trl() -> dict[str, Any]:
 
 
 def trl_async() -> dict[str, Any]:
-    """What `AsyncGRPOTrainer` packs of the samples of our worker; only vLLM is replaced."""
+    """Return the rows that `AsyncGRPOTrainer` packs from our worker's samples. Only vLLM is replaced."""
     import trl.experimental.async_grpo  # noqa: F401 - fails here where TRL is missing
 
     from tokentape.training.trl import GatewayWorker
@@ -107,7 +107,7 @@ def trl_async() -> dict[str, Any]:
 
 
 def six_of(worker: Any) -> list[Any]:
-    """The samples of a worker of TRL's, as its trainer takes them: for as long as it is healthy. Ends the worker."""
+    """Yield the samples of TRL's worker while it is healthy, as its trainer takes them. Ends the worker."""
     made: list[Any] = []
     try:
         while len(made) < 6:
@@ -124,12 +124,12 @@ def packed_rows(samples: Sequence[Any]) -> list[Row]:
     from trl.experimental.async_grpo.packing import TreeRow
 
     packer, names = TreeRow(), ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id")
-    for one in samples:
-        packer.add({name: getattr(one, name) for name in names})
+    for item in samples:
+        packer.add({name: getattr(item, name) for name in names})
     terms = {name: values.tolist() for name, values in packer.pack().items()}
     rows = []
-    for n, one in enumerate(samples):
-        arrays = {name: [0.0] * len(one.input_ids) for name in ("weights", "logprobs", "advantages")}
+    for n, item in enumerate(samples):
+        arrays = {name: [0.0] * len(item.input_ids) for name in ("weights", "logprobs", "advantages")}
         for term, sample in enumerate(terms["segment_id"]):
             if sample == n:
                 # A token is predicted at the one before it.
@@ -137,7 +137,7 @@ def packed_rows(samples: Sequence[Any]) -> list[Row]:
                 arrays["weights"][at] = 1.0
                 arrays["logprobs"][at] = terms["old_log_probs"][term]
                 arrays["advantages"][at] = terms["advantages"][term]
-        rows.append(Row(one.input_ids.tolist(), **arrays, reward=one.metrics["reward"]))
+        rows.append(Row(item.input_ids.tolist(), **arrays, reward=item.metrics["reward"]))
     return rows
 
 
@@ -174,7 +174,7 @@ def openenv() -> dict[str, Any]:
         worker.update_model_version(7)
         worker.start()
         made = six_of(worker)
-    assert {one.model_version for one in made} == {7}
+    assert {sample.model_version for sample in made} == {7}
     rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
     return {"rows": packed_rows(made), "rewards": rewards, "failed": ""}
 
@@ -224,7 +224,7 @@ def in_an_environment(url: str) -> None:
         assert asyncio.run(agent(session.base_url, "none", {"number": 8})) == 0.5
         (path,) = session.trajectories()
     assert steps == [2]
-    # The second prompt goes on from what was sampled, spaces of the arguments included.
+    # The second prompt continues the sampled tokens, spaces of the arguments included.
     first, second = ledger.calls
     assert second.prompt[: len(first.prompt + first.ids)] == first.prompt + first.ids
     assert path.verdict == "exact"

@@ -1,4 +1,4 @@
-"""What the tests of TRL share: an agent with tasks, and a trainer that tells which batches it took its loss over."""
+"""What the tests of TRL share: an agent with tasks, and a trainer that keeps the batches of its loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokentape.demo.tasks import sample_tasks
 from tokentape.training._logprob_check import TrainerRow
 from tokentape.training.trl import Row, carry_rows, correct_by_recorded_logprobs, recorded_reward
 
-TASKS = [task for task in sample_tasks(3, 40) if [len(one.numbers) for one in task.questions] == [2]][:4]
+TASKS = [task for task in sample_tasks(3, 40) if [len(question.numbers) for question in task.questions] == [2]][:4]
 
 
 class ShopAgent:
@@ -42,7 +42,7 @@ class Run:
     """A trainer that trained, and per step the batch as it had it."""
 
     def __init__(self, model_dir: Path, output: Path, rollouts: Callable[..., Any], steps: int, **config: Any) -> None:
-        # Not above: it takes seconds, of every run of any test.
+        # Not at the top: the import takes seconds in every test run.
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
@@ -87,20 +87,20 @@ class Run:
         return [float(line[name]) for line in self.trainer.state.log_history if name in line]
 
     def rows(self, step: int) -> dict[tuple[str, int], TrainerRow]:
-        """What the trainer has of each trajectory of a step: its ids, and its own logprobs of them."""
+        """Return the trainer's ids and logprobs of each trajectory of a step."""
         batch, fields = self.batches[step], self.fields[step]
-        found = {}
-        # The batch is shuffled, the fields are not: its ids say which row is whose.
-        given = zip(fields["prompt_ids"], fields["completion_ids"], strict=True)
-        keys = {(*prompt, *completion): number for number, (prompt, completion) in enumerate(given)}
+        rows = {}
+        # The batch is shuffled, the fields are not. The ids match rows with fields.
+        pairs = zip(fields["prompt_ids"], fields["completion_ids"], strict=True)
+        keys = {(*prompt, *completion): number for number, (prompt, completion) in enumerate(pairs)}
         for row in range(len(batch["prompt_ids"])):
             prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
             kept = batch["completion_mask"][row].bool()
             completion = batch["completion_ids"][row][kept].tolist()
             logprobs = batch["old_per_token_logps"][row][kept].numpy()
             number = keys[(*prompt, *completion)]
-            found[fields["session_id"][number], fields["leaf"][number]] = TrainerRow(
+            rows[fields["session_id"][number], fields["leaf"][number]] = TrainerRow(
                 np.array(prompt + completion, np.int32),
                 np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs]),
             )
-        return found
+        return rows

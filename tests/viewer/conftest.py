@@ -1,4 +1,4 @@
-"""Browsers, and sessions of the tiny model to look at in them."""
+"""Browsers, and sessions of the tiny model to view in them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HOSTILE = (
     "\u202eright to left override\u202c \u2066isolate\u2069 \u200bzero width \u0007bell \x1b[2Jescape\n"
     "שלום עולם مرحبا 漢字仮名 ひらがな 한국어 🫠 👩‍💻 👍🏽 e\u0301 \ufeffend"
 )
-"""What a page must not do anything about but show."""
+"""Text that a page must show and not execute."""
 
 PARAGRAPH = "The price of pears is 12, and of 漢字 nobody knows 🫠.\n"
 PARAGRAPHS = 2**20 // len(PARAGRAPH.encode())
@@ -73,10 +73,10 @@ class Site:
     url: str
     store: SqliteStore
     http: httpx2.Client
-    """With the key of whoever may see all, if there are keys."""
+    """With the admin's key, if there are keys."""
 
     def at(self, path: str = "") -> str:
-        """The address of a view: `/sessions`, `/session/s/leaf/1`..."""
+        """Return the address of a view: `/sessions`, `/session/s/leaf/1`..."""
         return f"{self.url}/view#{path}" if path else f"{self.url}/view"
 
 
@@ -88,9 +88,9 @@ def measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=["chromium", "firefox"])
 def browser(request: pytest.FixtureRequest, site: Site) -> Iterator[Browser]:
-    """Each browser in turn; tests are skipped in one that is not there.
+    """Yield each browser in turn. Tests are skipped in missing browsers.
 
-    It comes after the sites and goes before them: while it is there, its driver has the event loop of this thread.
+    It starts after the sites and ends before them: while it runs, its driver uses the event loop of this thread.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     name: str = request.param
@@ -141,20 +141,20 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext) -> Iterator[Page]:
-    """A page on which nothing may fail: no error of its scripts, nothing refused by policy, no request elsewhere."""
+    """Open a page that must have no script error, no policy violation and no request to another host."""
     page = context.new_page()
     page.set_default_timeout(1000 * PATIENCE)
     problems: list[str] = []
     page.on("pageerror", lambda error: _note(problems, "error", str(error)))
     page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("console", lambda said: _note(problems, said.type, said.text))
+    page.on("console", lambda message: _note(problems, message.type, message.text))
     page.on("request", lambda request: _elsewhere(problems, request.url))
     yield page
     assert problems == []
 
 
 def _note(problems: list[str], kind: str, text: str) -> None:
-    # An answer that says no is told on the page; Chromium logs it besides. In Firefox, Playwright tries to add a style
+    # The page shows error responses; Chromium also logs them. In Firefox, Playwright tries to add a style
     # before it takes a picture.
     if kind in ("error", "warning") and "Failed to load resource" not in text and _STYLE_OF_PICTURES not in text:
         problems.append(f"{kind}: {text}")
@@ -166,14 +166,14 @@ def _elsewhere(problems: list[str], url: str) -> None:
 
 
 def reopened(page: Page, address: str, selector: str) -> None:
-    """Load a view and wait until it is there. With another hash alone the view before would stay for a moment."""
+    """Load a view and wait for it. If only the hash changed, the previous view would stay for a moment."""
     page.goto("about:blank")
     page.goto(address)
     page.wait_for_selector(selector)
 
 
 def until(page: Page, expression: str) -> None:
-    """Wait until an expression is true. The page's policy forbids Playwright's own way, which evaluates in the page."""
+    """Wait until an expression is true. The page's policy forbids Playwright's method, which evaluates in the page."""
     deadline = time.monotonic() + PATIENCE
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"still not so: {expression}"
@@ -182,7 +182,7 @@ def until(page: Page, expression: str) -> None:
 
 @pytest.fixture
 def shot(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
-    """Keeps a picture of the page as output of the tests."""
+    """Save a screenshot of the page as output of the tests."""
     folder = request.config.rootpath / SCREENSHOTS
 
     def shot(page: Page, name: str) -> None:
@@ -197,11 +197,11 @@ def shot(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
 def site(
     _opened_engine: Any, renderer: Renderer, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    """A gateway without keys over the embedded model, with sessions that it served.
+    """Run a gateway without keys over the embedded model, with sessions that it served.
 
     `shop`: a task with tools at temperature 1, rewarded, with a column. `forked`: a retry, an edited history and a call
-    that was left. `weights`: other weights from the second turn on. `hostile`: see `HOSTILE`. And by hand, with tokens
-    of the model: `huge`, a message of 1 MB, and 230 small sessions.
+    that was left. `weights`: other weights from the second turn on. `hostile`: see `HOSTILE`. Written by hand, with
+    tokens of the model: `huge`, a message of 1 MB, and 230 small sessions.
     """
     engine, finished = _opened_engine
     with SqliteStore.open(tmp_path_factory.mktemp("viewed") / "data") as store:
@@ -219,7 +219,7 @@ def site(
 def keyed_site(
     site: Site, _opened_engine: Any, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    """A gateway with keys; session `mine` is alice's, `theirs` the admin's."""
+    """Run a gateway with keys: session `mine` is alice's, `theirs` the admin's."""
     engine, finished = _opened_engine
     with SqliteStore.open(tmp_path_factory.mktemp("keyed") / "data") as store:
         app = create_app(Turns(SharedEngine(engine, finished), renderer, store), model_id="tiny", keys=KEYS)
@@ -230,7 +230,7 @@ def keyed_site(
 
 
 def ask(http: httpx2.Client, session_id: str, messages: list[Any], **more: Any) -> dict[str, Any]:
-    """Take a turn of a session at temperature 1; the reply."""
+    """Take a turn of a session at temperature 1 and return the reply."""
     return _ask(http, session_id, messages, **more)
 
 
@@ -245,7 +245,7 @@ def _ask(
 
 
 def _shop(http: httpx2.Client, client: Client) -> None:
-    task = next(one for one in sample_tasks(0, 20, "heldout") if len(one.questions) > 1)
+    task = next(task for task in sample_tasks(0, 20, "heldout") if len(task.questions) > 1)
     session = client.session("shop", {"task": "shop", "seed": 7})
     messages: list[Any] = [{"role": "system", "content": SYSTEM_PROMPT}]
     for prompt in task.prompts:
@@ -268,7 +268,7 @@ def _forked(http: httpx2.Client) -> None:
     first = {"role": "user", "content": "What is 3 plus 4?"}
     reply = _ask(http, "forked", [first])
     _ask(http, "forked", [first, reply, {"role": "user", "content": "And 5?"}])
-    # The same again, otherwise sampled; then another history.
+    # A retry with other samples; then another history.
     _ask(http, "forked", [first, reply, {"role": "user", "content": "And 5?"}], seed=4)
     _ask(
         http,

@@ -2,9 +2,9 @@
 
     python -m tests.viewer.firefox FIREFOX ARGUMENTS...
 
-Playwright expects a newer Firefox than a distribution has. This passes everything on, and answers the commands that
-Firefox does not know: the color scheme is set as a preference, of the whole browser, over Marionette, which is why the
-session is begun there; those of `NOT_TRIED` have no effect. The time zone comes from the environment.
+Playwright expects a newer Firefox than a distribution has. This passes all messages on, and answers the commands that
+Firefox does not know. It sets the color scheme as a preference of the whole browser over Marionette, so it begins the
+session there. Commands of `NOT_TRIED` have no effect. The time zone comes from the environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_TRIED = {
     "emulation.setScreenSettingsOverride": {},
     "permissions.setPermission": {},
 }
-"""Commands that Firefox 140 does not know, or not for the clipboard, and what they are answered."""
+"""Commands that Firefox 140 does not support, or not for the clipboard, and the answers to send."""
 
 COLOR_SCHEME = "layout.css.prefers-color-scheme.content-override"
 SCHEMES = {"dark": 0, "light": 1}
@@ -54,7 +54,7 @@ ALLOW_EVAL = """
 
 
 class Marionette:
-    """Firefox's own protocol for tests, which can set preferences."""
+    """Firefox's protocol for tests, which can set preferences."""
 
     def __init__(self, profile: Path) -> None:
         self._profile = profile
@@ -62,7 +62,7 @@ class Marionette:
         self._last = 0
 
     async def begin(self, capabilities: dict[str, Any]) -> dict[str, Any]:
-        """Begin the one session that Firefox can have, of both protocols; its id and capabilities."""
+        """Begin the only session that Firefox supports, of both protocols. Return its id and capabilities."""
         port = int((self._profile / "MarionetteActivePort").read_text())
         self._streams = await asyncio.open_connection("127.0.0.1", port)
         await self._received()
@@ -72,7 +72,7 @@ class Marionette:
         return session
 
     async def set_color_scheme(self, scheme: str | None) -> None:
-        """Set what all pages prefer; None is the system's."""
+        """Set the color scheme of all pages; None is the system's."""
         await self._run(f"Services.prefs.setIntPref({COLOR_SCHEME!r}, {SCHEMES.get(scheme or '', 2)})")
 
     async def quit(self) -> None:
@@ -148,7 +148,7 @@ class Relay:
 
 
 async def main(program: str, *arguments: str) -> int:
-    """Run Firefox, and say where BiDi is in Firefox's own words."""
+    """Run Firefox, and print the address of BiDi as Firefox does."""
     profile = Path(arguments[arguments.index("--profile") + 1])
     process = await asyncio.create_subprocess_exec(
         program, *arguments, "--marionette", "--remote-allow-system-access", stderr=asyncio.subprocess.PIPE

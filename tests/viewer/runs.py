@@ -1,4 +1,4 @@
-"""A run to sum up: drift, forks, aborts, truncation, rewards and a trainer's logprobs over versions of the weights."""
+"""A run to summarize: drift, forks, aborts, truncation, rewards and a trainer's logprobs over weight versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = ("Let", "me", "look", "up", "what", "pears", "cost", "here")
 async def record_run(
     store: SqliteStore, renderer: Renderer, sessions: int = SESSIONS, groups: int = 4, per_version: int = 5
 ) -> None:
-    """Record sessions of three turns, of tasks `t0`, `t1` and so on; with more reward and drift the later they are."""
+    """Record sessions of three turns, of tasks `t0`, `t1` and so on; later sessions have more reward and drift."""
     encode, rng = renderer.tokenizer.encode_plain, np.random.default_rng(3)
     await store.write(SETUP)
     for n in range(sessions):
@@ -51,12 +51,12 @@ async def record_run(
         columns = [
             TurnColumn(
                 name,
-                one.seq,
+                turn.seq,
                 "trainer_logprobs",
-                one.logprobs + np.float32(0.05 * (one.seq + n % 3) * (1 + 2 * n / sessions)),
+                turn.logprobs + np.float32(0.05 * (turn.seq + n % 3) * (1 + 2 * n / sessions)),
                 1.0,
             )
-            for one in turns[: n % 4]
+            for turn in turns[: n % 4]
         ]
         rewards = [Reward(name, None, float(rng.random() < 0.2 + 0.6 * n / sessions), 9.0)] if n % 5 else []
         await store.write(
@@ -65,6 +65,6 @@ async def record_run(
 
 
 def corrupt(directory: Path, session_id: str) -> None:
-    """Write other ids over those of a session's turns."""
+    """Overwrite the ids of a session's turns."""
     with closing(sqlite3.connect(directory / "tokentape.db")) as database, database:
         database.execute("UPDATE turns SET completion_ids = zeroblob(8) WHERE session_id = ?", (session_id,))

@@ -20,32 +20,30 @@ any_array = st.sampled_from([np.uint8, np.int32, np.float32, np.bool_]).flatmap(
 
 
 @given(st.dictionaries(st.text(max_size=8), any_array, max_size=5), st.dictionaries(st.text(), st.text(), max_size=3))
-def test_arrays_come_back_bit_for_bit_and_lie_where_typed_arrays_can(
-    given_arrays: dict[str, Any], meta: dict[str, str]
-) -> None:
+def test_arrays_round_trip_bit_for_bit_and_are_aligned(drawn_arrays: dict[str, Any], meta: dict[str, str]) -> None:
     meta.pop("arrays", None)
-    packed = pack(meta, given_arrays)
-    found = unpack(packed)
-    assert {name: array.tobytes() for name, array in found.items()} == {
-        name: array.tobytes() for name, array in given_arrays.items()
+    packed = pack(meta, drawn_arrays)
+    arrays = unpack(packed)
+    assert {name: array.tobytes() for name, array in arrays.items()} == {
+        name: array.tobytes() for name, array in drawn_arrays.items()
     }
-    told = header(packed)
-    assert {name: value for name, value in told.items() if name != "arrays"} == meta
-    assert all(one["offset"] % 8 == 0 for one in told["arrays"].values())
+    parsed_header = header(packed)
+    assert {name: value for name, value in parsed_header.items() if name != "arrays"} == meta
+    assert all(array["offset"] % 8 == 0 for array in parsed_header["arrays"].values())
     assert len(packed) % 8 == 0
 
 
-def test_numbers_are_little_endian_whatever_they_were() -> None:
+def test_numbers_are_packed_little_endian() -> None:
     packed = pack({}, {"ids": np.array([1, 256], ">i4")})
     assert packed.endswith(bytes([1, 0, 0, 0, 0, 1, 0, 0]))
 
 
-def test_an_array_of_another_type_is_refused() -> None:
+def test_array_of_another_type_is_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
         pack({}, {"values": np.zeros(2)})
 
 
-def test_a_number_that_json_lacks_is_refused() -> None:
+def test_numbers_that_json_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="JSON"):
         pack({"reward": float("nan")}, {})
 

@@ -1,4 +1,4 @@
-"""Two sessions side by side in a real browser: the ways to it, what it shows of both, what it draws."""
+"""Two sessions side by side in a real browser: how to get there, shown details, drawing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sampled(session_id: str, added: list[int], completion: list[int]) -> Turn:
 
 @pytest.fixture(scope="module", autouse=True)
 def twins(browser: Any, site: Site, renderer: Renderer) -> Iterator[None]:
-    """Sessions of one group: the reply of the first one has the reward 1, those of the others 0."""
+    """Return the sessions of a group: the first reply has reward 1, the others 0."""
     encode = renderer.tokenizer.encode_plain
     for name, reply in reversed(REPLIES.items()):
         turn = sampled(name, encode(PROMPT), encode(reply))
@@ -56,13 +56,13 @@ def twins(browser: Any, site: Site, renderer: Renderer) -> Iterator[None]:
 
 
 def equal_tokens(site: Site) -> int:
-    one, other = (recorded(site, name).token_ids for name in ("twin-a", "twin-b"))
-    return int(np.flatnonzero(one[: len(other)] != other[: len(one)])[0])
+    left, other = (recorded(site, name).token_ids for name in ("twin-a", "twin-b"))
+    return int(np.flatnonzero(left[: len(other)] != other[: len(left)])[0])
 
 
-def compared(page: Page, one: str, other: str) -> None:
-    until(page, f"document.querySelector('.sides.head')?.textContent.startsWith('{one}')")
-    assert page.locator(".sides.head bdi").all_text_contents() == [one, other]
+def compared(page: Page, left: str, other: str) -> None:
+    until(page, f"document.querySelector('.sides.head')?.textContent.startsWith('{left}')")
+    assert page.locator(".sides.head bdi").all_text_contents() == [left, other]
 
 
 def of_group(page: Page, site: Site) -> None:
@@ -82,7 +82,7 @@ def test_two_sessions_of_the_list_are_compared_by_keys(page: Page, site: Site) -
     for key in ("x", "j", "Enter"):
         page.keyboard.press(key)
     compared(page, "twin-a", "twin-b")
-    # The sessions beside are those of the list, without the one on the right.
+    # The sidebar has the sessions of the list without the session on the right.
     page.keyboard.press("J")
     compared(page, "twin-c", "twin-b")
 
@@ -98,7 +98,7 @@ def test_two_sessions_of_the_list_are_compared_by_mouse(page: Page, site: Site) 
     compared(page, "twin-c", "twin-b")
 
 
-def test_a_session_leads_to_those_of_its_group(page: Page, site: Site) -> None:
+def test_session_links_to_its_group(page: Page, site: Site) -> None:
     reopened(page, site.at("/session/twin-b"), ".row [data-i]")
     page.get_by_role("link", name="another session…").click()
     page.wait_for_selector("td.session a")
@@ -110,12 +110,12 @@ def test_a_session_leads_to_those_of_its_group(page: Page, site: Site) -> None:
     until(page, "document.querySelector('.chip')?.textContent.includes('twin-b')")
 
 
-def test_the_opening_that_both_have_is_folded_and_what_differs_is_marked(page: Page, site: Site) -> None:
+def test_common_prefix_is_folded_and_differences_are_marked(page: Page, site: Site) -> None:
     reopened(page, site.at("/session/twin-a?compare=twin-b"), ".sides.changed")
-    equal, one = equal_tokens(site), recorded(site, "twin-a")
+    equal, trajectory = equal_tokens(site), recorded(site, "twin-a")
     assert page.locator(".folded").first.inner_text().startswith(f"⋯ {equal - 12} equal tokens")
     text = page.locator(".summary").inner_text()
-    where = f"turn 0, sampled token {equal - one.completion_starts[0]}"
+    where = f"turn 0, sampled token {equal - trajectory.completion_starts[0]}"
     assert text.startswith(f"They differ from {where} on, after {equal} equal tokens: ")
     assert [text.strip() for text in page.locator(".sides.head .badge").all_text_contents()] == [
         *("exact", "reward 1"),
@@ -125,12 +125,12 @@ def test_the_opening_that_both_have_is_folded_and_what_differs_is_marked(page: P
         page.locator(".folded button").first.click()
     for side, name in ((".recorded", "twin-a"), (".other", "twin-b")):
         tokens = page.locator(f".side{side} [data-i]")
-        one = recorded(site, name)
-        seen = tokens.evaluate_all("(all) => all.map((one) => [Number(one.dataset.i), one.className.split(' ')])")
-        assert [i for i, _ in seen] == list(range(len(one.token_ids)))
+        trajectory = recorded(site, name)
+        seen = tokens.evaluate_all("(all) => all.map((token) => [Number(token.dataset.i), token.className.split(' ')])")
+        assert [i for i, _ in seen] == list(range(len(trajectory.token_ids)))
         for i, classes in seen:
-            assert f"p{one.provenance[i]}" in classes
-            assert ("m" in classes) == bool(one.loss_mask[i])
+            assert f"p{trajectory.provenance[i]}" in classes
+            assert ("m" in classes) == bool(trajectory.loss_mask[i])
     before = page.locator(".sides:has(~ .sides.changed) .recorded [data-i]")
     assert int(before.last.get_attribute("data-i") or -1) + 1 == equal
 
@@ -140,29 +140,29 @@ def test_tokens_of_both_sides_are_inspected(page: Page, site: Site) -> None:
     other = recorded(site, "twin-b")
     last = len(other.token_ids) - 1
     page.locator(f'.side.other [data-i="{last}"]').hover()
-    told = facts(page)
-    assert told["id"] == str(other.token_ids[last])
-    assert told["offset"] == f"token {last} of {len(other.token_ids)}"
-    assert float(told["logprob"].split()[0]) == pytest.approx(float(other.logprobs[last]), rel=1e-3)
+    shown_facts = facts(page)
+    assert shown_facts["id"] == str(other.token_ids[last])
+    assert shown_facts["offset"] == f"token {last} of {len(other.token_ids)}"
+    assert float(shown_facts["logprob"].split()[0]) == pytest.approx(float(other.logprobs[last]), rel=1e-3)
     page.mouse.move(0, 0)
     page.keyboard.press("n")
-    equal, one = equal_tokens(site), recorded(site, "twin-a")
+    equal, trajectory = equal_tokens(site), recorded(site, "twin-a")
     assert page.locator(".recorded .at").get_attribute("data-i") == str(equal)
-    assert facts(page)["id"] == str(one.token_ids[equal])
+    assert facts(page)["id"] == str(trajectory.token_ids[equal])
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.dataset.i") == str(equal + 1)
-    # Over what is folded.
+    # Across folded parts.
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     assert page.locator(".recorded .at").get_attribute("data-i") == str(equal - 12)
 
 
-def test_a_session_that_is_not_there_is_said_to_be_missing(page: Page, site: Site) -> None:
+def test_missing_session_is_reported(page: Page, site: Site) -> None:
     reopened(page, site.at("/session/twin-a?compare=nothing"), ".pane [role=alert]")
     assert "no session 'nothing'" in page.locator(".pane").inner_text()
 
 
-def test_two_long_sessions_take_few_nodes(page: Page, site: Site, renderer: Renderer) -> None:
+def test_two_long_sessions_need_few_nodes(page: Page, site: Site, renderer: Renderer) -> None:
     words = [renderer.tokenizer.encode_plain(word) for word in (" pears", " plums", " bread", " cost")]
     rng = np.random.default_rng(5)
     for name in ("long-a", "long-b"):

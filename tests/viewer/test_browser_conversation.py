@@ -1,4 +1,4 @@
-"""The conversation in a real browser: what is folded, the ways through it, its tree, alternatives and lineage."""
+"""The conversation in a real browser: folding, navigation, its tree, alternatives and lineage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 IN_VIEW = """(i) => {
-  const [token, pane] = [`[data-i="${i}"]`, ".pane"].map((one) => document.querySelector(one)?.getBoundingClientRect());
+  const box = (selector) => document.querySelector(selector)?.getBoundingClientRect();
+  const [token, pane] = [`[data-i="${i}"]`, ".pane"].map(box);
   return Boolean(token && token.top >= pane.top && token.bottom <= pane.bottom);
 }"""
 
@@ -32,14 +33,14 @@ def opened(page: Page, site: Site, path: str) -> None:
 
 
 def held(page: Page, pattern: str) -> list[Route]:
-    """Hold the requests of a pattern: the list that they will be in."""
+    """Hold the requests that match a pattern and return the list that collects them."""
     routes: list[Route] = []
     page.route(pattern, lambda route: routes.append(route))
     return routes
 
 
 def answered(page: Page, routes: list[Route]) -> None:
-    """Wait until a request is held, and let it go on."""
+    """Wait until a request is held, and continue it."""
     deadline = time.monotonic() + 20
     while not routes:
         assert time.monotonic() < deadline, "no such request"
@@ -55,7 +56,7 @@ def writers(page: Page) -> set[str]:
 
 
 @pytest.mark.parametrize("session_id", ["shop", "huge"])
-def test_it_starts_where_the_model_speaks(page: Page, site: Site, session_id: str) -> None:
+def test_view_starts_at_the_first_completion(page: Page, site: Site, session_id: str) -> None:
     first = int(recorded(site, session_id).completion_starts[0])
     opened(page, site, f"/session/{session_id}")
     until(page, f"({IN_VIEW})({first})")
@@ -63,8 +64,8 @@ def test_it_starts_where_the_model_speaks(page: Page, site: Site, session_id: st
     assert writers(page) <= {"user", "sampled", "assistant", "close"}
 
 
-def test_what_is_folded_unfolds_to_every_token(page: Page, site: Site) -> None:
-    one = recorded(site, "shop")
+def test_folded_parts_unfold_to_every_token(page: Page, site: Site) -> None:
+    trajectory = recorded(site, "shop")
     opened(page, site, "/session/shop")
     first = page.locator(".fold > button").first
     assert "template, system" in first.inner_text()
@@ -75,13 +76,13 @@ def test_what_is_folded_unfolds_to_every_token(page: Page, site: Site) -> None:
     for button in page.locator(".fold > button").all():
         button.click()
     seen: list[Any] = page.evaluate(ALL_TOKENS)
-    assert [i for i, *_ in seen] == list(range(len(one.token_ids)))
+    assert [i for i, *_ in seen] == list(range(len(trajectory.token_ids)))
 
 
-def test_keys_step_over_what_is_folded(page: Page, site: Site) -> None:
-    one = recorded(site, "shop")
-    last = int(one.completion_ends[0]) - 1
-    shown = next(i for i in range(last + 1, len(one.token_ids)) if one.provenance[i] not in (2, 3, 5))
+def test_keys_step_over_folded_parts(page: Page, site: Site) -> None:
+    trajectory = recorded(site, "shop")
+    last = int(trajectory.completion_ends[0]) - 1
+    shown = next(i for i in range(last + 1, len(trajectory.token_ids)) if trajectory.provenance[i] not in (2, 3, 5))
     opened(page, site, f"/session/shop/token/{last}")
     page.keyboard.press("ArrowRight")
     assert chosen(page) == shown
@@ -89,9 +90,9 @@ def test_keys_step_over_what_is_folded(page: Page, site: Site) -> None:
     assert chosen(page) == last
 
 
-def test_text_is_found_also_where_it_is_folded(page: Page, site: Site, renderer: Renderer) -> None:
-    one = recorded(site, "shop")
-    pieces = [renderer.tokenizer.token_bytes(token) for token in one.token_ids.tolist()]
+def test_search_finds_folded_text(page: Page, site: Site, renderer: Renderer) -> None:
+    trajectory = recorded(site, "shop")
+    pieces = [renderer.tokenizer.token_bytes(token) for token in trajectory.token_ids.tolist()]
     text, word = b"".join(pieces).lower(), b"price"
     ends = [len(b"".join(pieces[: n + 1])) for n in range(len(pieces))]
     places = [n for n in range(len(text)) if text.startswith(word, n)]
@@ -113,14 +114,14 @@ def test_text_is_found_also_where_it_is_folded(page: Page, site: Site, renderer:
     page.get_by_text("Not found").wait_for()
 
 
-def test_turns_and_sessions_are_gone_to(page: Page, site: Site) -> None:
-    one = recorded(site, "shop")
+def test_keys_jump_to_turns_and_sessions(page: Page, site: Site) -> None:
+    trajectory = recorded(site, "shop")
     opened(page, site, "/session/shop")
     page.keyboard.press("g")
     page.keyboard.press("t")
-    page.keyboard.type(str(one.turns[1]))
+    page.keyboard.type(str(trajectory.turns[1]))
     page.keyboard.press("Enter")
-    assert chosen(page) == one.completion_ends[0]
+    assert chosen(page) == trajectory.completion_ends[0]
     # A turn of another branch.
     opened(page, site, "/session/forked/leaf/1")
     page.locator("#toturn").fill("3")
@@ -136,7 +137,7 @@ def test_turns_and_sessions_are_gone_to(page: Page, site: Site) -> None:
         page.wait_for_selector(".row [data-i]")
 
 
-def test_a_session_of_a_filtered_list_keeps_to_it_in_another_tab(page: Page, site: Site) -> None:
+def test_session_of_a_filtered_list_keeps_the_filter_in_another_tab(page: Page, site: Site) -> None:
     page.goto(site.at("/sessions?search=small-00&sort=session&order=asc"))
     until(page, "document.querySelectorAll('td.session a').length === 10")
     address = page.locator("td.session a").nth(8).get_attribute("href")
@@ -152,16 +153,16 @@ def test_a_session_of_a_filtered_list_keeps_to_it_in_another_tab(page: Page, sit
 
 def test_the_tree_follows_the_turn_in_view(page: Page, site: Site) -> None:
     page.set_viewport_size({"width": 1000, "height": 300})
-    one = recorded(site, "shop")
+    trajectory = recorded(site, "shop")
     opened(page, site, "/session/shop/turn/0")
     current = "document.querySelector('.turnline[aria-current]').dataset.turn"
     until(page, f"{current} === '0'")
     page.locator(".pane").evaluate("(pane) => pane.scrollTo(0, pane.scrollHeight)")
-    until(page, f"{current} === '{one.turns[-1]}'")
-    assert page.locator("#toturn").get_attribute("placeholder") == str(one.turns[-1])
+    until(page, f"{current} === '{trajectory.turns[-1]}'")
+    assert page.locator("#toturn").get_attribute("placeholder") == str(trajectory.turns[-1])
 
 
-def test_a_narrow_window_has_the_tree_too(browser: Browser, site: Site) -> None:
+def test_tree_is_available_in_a_narrow_window(browser: Browser, site: Site) -> None:
     with new_context(browser, 420) as context:
         page = context.new_page()
         opened(page, site, "/session/forked/leaf/1")
@@ -172,7 +173,7 @@ def test_a_narrow_window_has_the_tree_too(browser: Browser, site: Site) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_alternatives_are_shown_where_they_were_asked_for(page: Page, site: Site) -> None:
+def test_alternatives_are_shown_where_requested(page: Page, site: Site) -> None:
     body = {
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 8,
@@ -181,14 +182,14 @@ def test_alternatives_are_shown_where_they_were_asked_for(page: Page, site: Site
         "top_logprobs": 3,
     }
     reply = site.http.post("/sessions/tops/v1/chat/completions", json=body).json()
-    told = reply["choices"][0]["logprobs"]["content"]
-    one = recorded(site, "tops")
-    start = int(one.completion_starts[0])
+    logprobs = reply["choices"][0]["logprobs"]["content"]
+    trajectory = recorded(site, "tops")
+    start = int(trajectory.completion_starts[0])
     opened(page, site, f"/session/tops/token/{start + 1}")
     rows = page.locator(".alternatives tr")
     rows.first.wait_for()
     assert rows.count() == 3
-    for row, alternative in zip(rows.all(), told[1]["top_logprobs"], strict=True):
+    for row, alternative in zip(rows.all(), logprobs[1]["top_logprobs"], strict=True):
         cells = row.locator("td").all_inner_texts()
         assert float(cells[2]) == pytest.approx(math.exp(alternative["logprob"]), rel=1e-3)
     opened(page, site, f"/session/shop/token/{int(recorded(site, 'shop').completion_starts[0])}")
@@ -196,7 +197,7 @@ def test_alternatives_are_shown_where_they_were_asked_for(page: Page, site: Site
     site.http.delete("/sessions/tops")
 
 
-def test_branches_stand_side_by_side(page: Page, site: Site) -> None:
+def test_branches_are_shown_side_by_side(page: Page, site: Site) -> None:
     opened(page, site, "/session/forked/leaf/1")
     page.locator("#side").select_option("leaf-2")
     page.keyboard.press("s")
@@ -209,7 +210,7 @@ def test_branches_stand_side_by_side(page: Page, site: Site) -> None:
     assert page.locator(".sides.changed.at").count() == 1
 
 
-def test_keys_pressed_while_a_session_loads_are_for_that_session(page: Page, site: Site) -> None:
+def test_keys_pressed_while_a_session_loads_apply_to_it(page: Page, site: Site) -> None:
     page.goto(site.at("/sessions?search=small-01&sort=session&order=asc"))
     until(page, "document.querySelectorAll('td.session a').length === 10")
     page.locator("td.session a").first.click()
@@ -221,24 +222,24 @@ def test_keys_pressed_while_a_session_loads_are_for_that_session(page: Page, sit
     until(page, "document.title === 'small-013 · Tokentape'")
 
 
-def test_a_view_that_is_left_does_not_change_the_address(page: Page, site: Site) -> None:
+def test_closed_view_does_not_change_the_address(page: Page, site: Site) -> None:
     opened(page, site, "/session/shop/view/tokens")
     waiting = held(page, "**/api/sessions/small-000")
     page.evaluate("location.hash = '#/session/small-000'")
     page.locator(".row [data-i]").first.click()
-    # A view says its address 80 ms later: this timer is due after that one.
+    # A view updates the address after 80 ms: this timer fires after that.
     page.evaluate("new Promise((done) => setTimeout(done, 90))")
     answered(page, waiting)
     until(page, "document.title === 'small-000 · Tokentape'")
     assert page.evaluate("location.hash") == "#/session/small-000"
 
 
-def test_an_address_that_is_said_late_does_not_undo_a_way_to_another_view(page: Page, site: Site) -> None:
+def test_late_address_update_does_not_undo_a_navigation(page: Page, site: Site) -> None:
     opened(page, site, "/session/shop/view/tokens")
     page.evaluate(
         """() => {
           document.dispatchEvent(new KeyboardEvent("keydown", { key: "l" }));
-          // Due shortly before the address is said, which is then due before the page hears of the new one.
+          // Fires shortly before the address update, which then runs before the page gets the new address.
           setTimeout(() => (location.hash = "#/sessions"), 60);
           const late = performance.now() + 200;
           while (performance.now() < late);
@@ -247,7 +248,7 @@ def test_an_address_that_is_said_late_does_not_undo_a_way_to_another_view(page: 
     until(page, "document.title === 'Sessions · Tokentape'")
 
 
-def test_a_side_is_asked_for_once(page: Page, site: Site) -> None:
+def test_each_side_is_requested_once(page: Page, site: Site) -> None:
     opened(page, site, "/session/forked/leaf/1")
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
@@ -291,6 +292,6 @@ def test_lineage_is_in_the_tree(page: Page, site: Site) -> None:
 
 def test_all_writers_are_in_the_legend(page: Page, site: Site) -> None:
     opened(page, site, "/session/shop")
-    told = page.locator(".legend").inner_text()
+    legend = page.locator(".legend").inner_text()
     for code in Provenance:
-        assert code is Provenance.MEDIA or code.name.lower() in told
+        assert code is Provenance.MEDIA or code.name.lower() in legend

@@ -1,4 +1,4 @@
-"""The page around the tokens in a real browser: lists, trees, what grows, the overview, keys of both kinds, themes."""
+"""The pages around the tokens in a real browser: lists, trees, live updates, overview, both kinds of keys, themes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_newest_sessions_are_listed_a_page_at_a_time(page: Page, site: Site, sho
     assert names(page)[-1] == "huge"
 
 
-def test_sessions_are_sorted_by_what_their_heads_say(page: Page, site: Site) -> None:
+def test_sessions_are_sorted_by_their_columns(page: Page, site: Site) -> None:
     open_list(page, site)
     for head, first in (("Tokens", "huge"), ("Forks", "forked"), ("Aborted", "forked"), ("Reward", "shop")):
         page.get_by_role("button", name=head).click()
@@ -72,7 +72,7 @@ def test_sessions_are_sorted_by_what_their_heads_say(page: Page, site: Site) -> 
     assert "sort=session" in page.url
 
 
-def test_drift_is_measured_and_sorted_by(page: Page, site: Site) -> None:
+def test_list_measures_and_sorts_by_drift(page: Page, site: Site) -> None:
     open_list(page, site, "?search=sho")
     cell = page.locator("tr[data-id=shop] td.drift .badge")
     cell.wait_for()
@@ -94,7 +94,7 @@ def test_drift_is_measured_and_sorted_by(page: Page, site: Site) -> None:
     assert names(page)
 
 
-def test_the_drift_of_a_session_that_grows_is_never_that_of_before(page: Page, site: Site) -> None:
+def test_drift_of_a_growing_session_is_never_outdated(page: Page, site: Site) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello, I am Olga."}]
     messages.append(ask(site.http, "grows", messages))
     open_list(page, site, "?search=grows")
@@ -164,7 +164,7 @@ def test_sessions_are_searched_and_filtered(page: Page, site: Site) -> None:
     page.wait_for_selector("td.empty")
 
 
-def test_a_session_is_opened_by_keys_alone(page: Page, site: Site) -> None:
+def test_session_can_be_opened_by_keys_alone(page: Page, site: Site) -> None:
     open_list(page, site, "?search=shop")
     page.keyboard.press("j")
     page.keyboard.press("Enter")
@@ -179,12 +179,12 @@ def test_new_sessions_appear_in_the_list(page: Page, site: Site) -> None:
     open_list(page, site)
     site.http.post("/sessions", json={"session_id": "just-begun"})
     page.wait_for_selector("tr[data-id=just-begun]")
-    # Nothing is known of the drift of no tokens.
+    # Without tokens, the drift is unknown.
     until(page, "document.querySelector('tr[data-id=just-begun] .drift').textContent === '–'")
     site.http.delete("/sessions/just-begun")
 
 
-def test_the_tree_shows_forks_retries_and_what_was_aborted(page: Page, site: Site, shot: Shot) -> None:
+def test_tree_shows_forks_retries_and_aborted_turns(page: Page, site: Site, shot: Shot) -> None:
     page.goto(site.at("/session/forked"))
     page.wait_for_selector(".row [data-i]")
     lines = page.locator(".turnline")
@@ -204,7 +204,7 @@ def test_the_tree_shows_forks_retries_and_what_was_aborted(page: Page, site: Sit
     assert page.locator(".row .at").count() == 1
 
 
-def test_a_branch_that_trains_nothing_twice_says_so(page: Page, site: Site) -> None:
+def test_branch_explains_that_no_token_is_trained_twice(page: Page, site: Site) -> None:
     page.goto(site.at("/session/forked/leaf/2"))
     page.wait_for_selector(".row [data-i]")
     assert "no loss: an earlier branch trains it" in page.locator(".turnhead").first.inner_text()
@@ -224,18 +224,18 @@ def test_a_running_session_grows_on_the_page(page: Page, site: Site) -> None:
     messages += [reply, {"role": "user", "content": "What is 2 plus 2?"}]
     reply = ask(site.http, "running", messages)
     until(page, "document.querySelectorAll('.turn').length === 2")
-    (one,) = site.store.load_session("running").trajectories()
-    assert page.locator(".sessionhead").inner_text().count(f"{len(one.token_ids)} tokens") == 1
+    (trajectory,) = site.store.load_session("running").trajectories()
+    assert page.locator(".sessionhead").inner_text().count(f"{len(trajectory.token_ids)} tokens") == 1
     assert page.evaluate("window.kept === document.querySelector('.turn')")
     until(page, "location.hash === '#/session/running/leaf/1/token/0'")
     assert page.locator(".row .at").get_attribute("data-i") == "0"
-    # Only what was new has been sent.
+    # Only new data has been sent.
     (fetched,) = [url for url in asked if re.search(r"leaves/\d+\?from", url)]
-    assert fetched.endswith(f"leaves/1?from={one.completion_ends[0]}")
+    assert fetched.endswith(f"leaves/1?from={trajectory.completion_ends[0]}")
     page.keyboard.press("End")
-    page.locator(f'[data-i="{len(one.token_ids) - 1}"]').wait_for()
+    page.locator(f'[data-i="{len(trajectory.token_ids) - 1}"]').wait_for()
     ids = page.locator(".facts dd code").first.inner_text()
-    assert ids == str(one.token_ids[-1])
+    assert ids == str(trajectory.token_ids[-1])
     site.http.delete("/sessions/running")
 
 
@@ -248,7 +248,7 @@ def test_a_session_without_turns_waits_for_its_first(page: Page, site: Site) -> 
     site.http.delete("/sessions/empty")
 
 
-def test_the_overview_shows_what_the_gateway_counts_as_it_goes(page: Page, site: Site, shot: Shot) -> None:
+def test_overview_shows_live_gateway_counts(page: Page, site: Site, shot: Shot) -> None:
     page.goto(site.at("/overview"))
     page.wait_for_selector(".cards .figure")
     recorded = page.locator(".card", has_text="Turns per second").locator(".dim")
@@ -264,7 +264,7 @@ def test_the_overview_shows_what_the_gateway_counts_as_it_goes(page: Page, site:
     site.http.delete("/sessions/counted")
 
 
-def test_a_key_is_asked_for_and_travels_in_a_header_only(page: Page, keyed_site: Site, shot: Shot) -> None:
+def test_key_is_requested_and_sent_only_in_a_header(page: Page, keyed_site: Site, shot: Shot) -> None:
     urls: list[str] = []
     page.on("request", lambda request: urls.append(request.url))
     page.goto(keyed_site.at("/session/mine"))
@@ -290,7 +290,7 @@ def test_a_key_is_asked_for_and_travels_in_a_header_only(page: Page, keyed_site:
     assert page.evaluate("JSON.stringify(sessionStorage)") == "{}"
 
 
-def test_unknown_sessions_and_those_of_others_look_the_same(page: Page, keyed_site: Site) -> None:
+def test_unknown_and_foreign_sessions_look_the_same_on_the_page(page: Page, keyed_site: Site) -> None:
     page.goto(keyed_site.at())
     page.locator("#key").fill(ALICE)
     page.get_by_role("button", name="Show").click()
@@ -299,7 +299,7 @@ def test_unknown_sessions_and_those_of_others_look_the_same(page: Page, keyed_si
     for name in ("theirs", "nobodys"):
         page.goto(keyed_site.at(f"/session/{name}"))
         page.get_by_role("heading", name="Not found").wait_for()
-        # That of the session before is there until this one's answer comes.
+        # The previous session stays until this session's response arrives.
         page.get_by_text(f"no session '{name}'").wait_for()
         shown.append(page.locator("main").inner_text().replace(name, "X"))
     assert shown[0] == shown[1]
@@ -316,11 +316,11 @@ def test_an_admin_sees_every_session_and_the_overview(page: Page, keyed_site: Si
 
 
 LIGHT_ACCENT, DARK_ACCENT = (31, 95, 191), (127, 176, 255)
-"""The colour of what is chosen: `--accent` of the style sheet."""
+"""The color of the selection: `--accent` of the style sheet."""
 
 
 def map_shows(page: Page, colour: tuple[int, int, int]) -> None:
-    """Wait until a pixel of the map has this colour. It is read from a copy, since reading slows a canvas down."""
+    """Wait until a pixel of the map has this color. Read from a copy, since reading slows a canvas down."""
     until(
         page,
         """(() => {
@@ -334,7 +334,7 @@ def map_shows(page: Page, colour: tuple[int, int, int]) -> None:
     )
 
 
-def test_the_theme_is_the_systems_until_another_is_chosen(page: Page, site: Site, shot: Shot) -> None:
+def test_theme_follows_the_system_until_changed(page: Page, site: Site, shot: Shot) -> None:
     def paper() -> str:
         colour: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return colour
@@ -360,7 +360,7 @@ def test_the_theme_is_the_systems_until_another_is_chosen(page: Page, site: Site
     assert paper() == dark
 
 
-def test_the_keys_are_listed(page: Page, site: Site, shot: Shot) -> None:
+def test_keyboard_shortcuts_are_listed(page: Page, site: Site, shot: Shot) -> None:
     page.goto(site.at("/session/shop"))
     page.wait_for_selector(".row [data-i]")
     page.keyboard.press("?")
@@ -373,8 +373,8 @@ def test_the_keys_are_listed(page: Page, site: Site, shot: Shot) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_nothing_is_out_of_reach(page: Page, site: Site, name: str, scheme: str) -> None:
-    """What axe-core calls serious or critical: contrast, names, roles, order, focus."""
+def test_views_pass_accessibility_checks(page: Page, site: Site, name: str, scheme: str) -> None:
+    """Return the serious and critical violations of axe-core: contrast, names, roles, order, focus."""
     axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which has axe-core")
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(site.at(VIEWS[name]))
@@ -383,7 +383,7 @@ def test_nothing_is_out_of_reach(page: Page, site: Site, name: str, scheme: str)
     assert serious(page, axe) == []
 
 
-def test_signing_in_is_within_reach(page: Page, keyed_site: Site) -> None:
+def test_sign_in_passes_accessibility_checks(page: Page, keyed_site: Site) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which has axe-core")
     page.goto(keyed_site.at())
     page.locator("#key").wait_for()
@@ -393,11 +393,11 @@ def test_signing_in_is_within_reach(page: Page, keyed_site: Site) -> None:
 def serious(page: Page, axe: Any) -> list[Any]:
     source = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
     page.evaluate(f"(() => {{{source}\n}})()")
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [
-        (one["id"], one["help"], [node["html"][:200] for node in one["nodes"][:3]])
-        for one in found["violations"]
-        if one["impact"] in ("serious", "critical")
+        (violation["id"], violation["help"], [node["html"][:200] for node in violation["nodes"][:3]])
+        for violation in violations["violations"]
+        if violation["impact"] in ("serious", "critical")
     ]
 
 
@@ -410,22 +410,22 @@ def filed(site: Site, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def of_file(filed: Path) -> Iterator[tuple[str, Trajectory]]:
-    """A page of a file whose tokenizer nobody knows."""
+    """Open a page of a file with an unknown tokenizer."""
     viewer = file_viewer(filed)
     with running(create_app(viewer)) as url:
         yield url, viewer.source.load("shop").trajectories[0]
 
 
 def test_without_a_tokenizer_the_ids_are_shown(page: Page, of_file: tuple[str, Trajectory], shot: Shot) -> None:
-    url, one = of_file
+    url, trajectory = of_file
     page.goto(f"{url}/view#/session/shop/view/tokens")
     page.wait_for_selector(".row [data-i]")
     shot(page, "ids-only")
     shown = page.locator(".row [data-i]").all_text_contents()
-    assert [int(text) for text in shown] == one.token_ids[: len(shown)].tolist()
-    # No id is broken into two by the end of a line.
+    assert [int(text) for text in shown] == trajectory.token_ids[: len(shown)].tolist()
+    # No line break splits an id.
     assert page.evaluate(
-        "[...document.querySelectorAll('.row [data-i]')].every((one) => one.getClientRects().length === 1)"
+        "[...document.querySelectorAll('.row [data-i]')].every((token) => token.getClientRects().length === 1)"
     )
     assert page.get_by_text("ids only").count() == 1
     assert page.get_by_role("button", name="Recorded vs. retokenized").is_disabled()
@@ -433,21 +433,21 @@ def test_without_a_tokenizer_the_ids_are_shown(page: Page, of_file: tuple[str, T
     assert page.locator(".live").count() == 0
     page.goto(f"{url}/view#/sessions")
     page.wait_for_selector("td.aborted")
-    # A file has no aborted turns, so how many there were is not known.
+    # A file has no aborted turns, so their number is unknown.
     assert page.locator("td.aborted").all_inner_texts() == ["–"]
 
 
-def test_a_file_is_compared_with_its_text_tokenized_again(page: Page, filed: Path, model_dir: Path, site: Site) -> None:
+def test_file_is_compared_with_its_retokenized_text(page: Page, filed: Path, model_dir: Path, site: Site) -> None:
     with running(create_app(file_viewer(filed, model_dir))) as url:
         page.goto(f"{url}/view#/session/shop")
         page.wait_for_selector(".driftcount")
         assert page.locator("#side option").all_text_contents() == ["text tokenized again"]
-        one = site.store.load_session("shop").trajectories()[0]
-        ids = one.token_ids[np.flatnonzero(one.provenance == 1)[:1]]
+        trajectory = site.store.load_session("shop").trajectories()[0]
+        ids = trajectory.token_ids[np.flatnonzero(trajectory.provenance == 1)[:1]]
         assert ids.size == 1
 
 
-def test_a_narrow_window_can_be_read(browser: Browser, site: Site, shot: Shot) -> None:
+def test_page_is_readable_in_a_narrow_window(browser: Browser, site: Site, shot: Shot) -> None:
     with new_context(browser, 700) as context:
         page = context.new_page()
         page.goto(site.at("/session/shop/token/200"))
@@ -480,7 +480,7 @@ def test_scroll_bars_are_as_dark_as_the_page(page: Page, site: Site) -> None:
 
 
 def fits(page: Page, name: str, shot: Shot) -> None:
-    """Nothing is wider than the window or lies on another part, in pictures of both color schemes."""
+    """Check that nothing overflows the window or overlaps, with screenshots of both color schemes."""
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         for scheme in ("light", "dark"):
@@ -492,10 +492,10 @@ def fits(page: Page, name: str, shot: Shot) -> None:
 
 OVERLAPPING = """(() => {
   const parts = [...document.querySelectorAll(".sessionhead, .tree, .toolbar, .legend, .pane, .inspector, .chart > *")]
-    .map((one) => [one.className || one.tagName, one.getBoundingClientRect()])
+    .map((node) => [node.className || node.tagName, node.getBoundingClientRect()])
     .filter(([, { width, height }]) => width && height);
   const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
-  const pairs = parts.flatMap((one, n) => parts.slice(n + 1).map((other) => [one, other]));
+  const pairs = parts.flatMap((part, n) => parts.slice(n + 1).map((other) => [part, other]));
   return pairs.filter(([[, a], [, b]]) => over(a, b)).map(([[name], [other]]) => [name, other]);
 })()"""
 
@@ -504,7 +504,7 @@ CONTROLS = "main button, main summary, main select, main input, main a[href], he
 
 
 @pytest.mark.parametrize("name", ["list", "hostile", "beside", "sessions"])
-def test_hostile_texts_stay_texts_whatever_is_clicked(page: Page, site: Site, name: str) -> None:
+def test_hostile_text_is_never_executed_on_click(page: Page, site: Site, name: str) -> None:
     site.http.post("/sessions", json={"session_id": HOSTILE_NAME, "metadata": {HOSTILE_NAME: HOSTILE}})
     address = {"list": "/sessions?compare=hostile", "hostile": "/session/hostile"}.get(
         name, "/session/hostile/view/beside"
@@ -515,7 +515,7 @@ def test_hostile_texts_stay_texts_whatever_is_clicked(page: Page, site: Site, na
     clicked = 0
     for n in range(min(40, page.locator(CONTROLS).count())):
         control = page.locator(CONTROLS).nth(n)
-        # What a click before took away is not there.
+        # An earlier click may have removed the element.
         if control.count() and control.is_visible() and control.is_enabled():
             control.click(force=True)
             clicked += 1

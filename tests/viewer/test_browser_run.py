@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: its figures, what is not recorded, its groups, the ways to sessions."""
+"""The page of a run in a real browser: its figures, missing records, groups, links to sessions."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def recorded(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def site(recorded: SqliteStore, renderer: Renderer) -> Iterator[str]:
-    """A page of the run; the browser of this module comes after it."""
+    """Serve the page of the run. The browser of this module starts after it."""
     viewer = Viewer(StoreSource(recorded, "run"), RecordReader(renderer.tokenizer, renderer))
     with running(create_app(viewer)) as url:
         yield url
 
 
 def figures(page: Page) -> dict[str, str]:
-    found: dict[str, str] = page.evaluate(
+    texts: dict[str, str] = page.evaluate(
         """() => Object.fromEntries([...document.querySelectorAll(".chart")]
-            .map((one) => [one.querySelector("h2").textContent, one.querySelector(".figure").textContent]))"""
+            .map((chart) => [chart.querySelector("h2").textContent, chart.querySelector(".figure").textContent]))"""
     )
-    return found
+    return texts
 
 
 def opened(page: Page, site: str, query: str = "") -> None:
@@ -61,30 +61,32 @@ def opened(page: Page, site: str, query: str = "") -> None:
 
 
 def run_beside(work: Coroutine[Any, Any, None]) -> None:
-    """Run it in another thread: the driver of the browser has the event loop of this one."""
+    """Run it in another thread: the driver of the browser uses the event loop of this thread."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, work).result()
 
 
 def run_answer(page: Page, site: str, query: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = page.request.get(f"{site}/view/api/run{query}").json()
-    return found
+    run: dict[str, Any] = page.request.get(f"{site}/view/api/run{query}").json()
+    return run
 
 
-def test_each_version_is_pointed_at_by_keys_and_leads_to_its_sessions(
+def test_versions_are_reached_by_keys_and_link_to_their_sessions(
     page: Page, site: str, shot: Callable[[Page, str], None]
 ) -> None:
     opened(page, site)
     versions = run_answer(page, site)["weights"]
-    for one in [versions[-1], *reversed(versions)]:
+    for version in [versions[-1], *reversed(versions)]:
         shown = figures(page)
-        assert shown["Reward"].endswith(f"at weights {one['weights']}")
-        assert float(shown["Drift"].split()[0]) == pytest.approx(100 * one["drift"], rel=1e-3)
-        assert float(shown["Sampled tokens per session"].split("at")[0]) == pytest.approx(one["length"], rel=1e-3)
-        assert float(shown["Truncated turns"].split()[0]) == pytest.approx(100 * one["truncated"], rel=1e-3)
-        forks = 100 * sum(one["forks"].values()) / one["turns"]
+        assert shown["Reward"].endswith(f"at weights {version['weights']}")
+        assert float(shown["Drift"].split()[0]) == pytest.approx(100 * version["drift"], rel=1e-3)
+        assert float(shown["Sampled tokens per session"].split("at")[0]) == pytest.approx(version["length"], rel=1e-3)
+        assert float(shown["Truncated turns"].split()[0]) == pytest.approx(100 * version["truncated"], rel=1e-3)
+        forks = 100 * sum(version["forks"].values()) / version["turns"]
         assert float(shown["Forks per 100 turns"].split()[0]) == pytest.approx(forks, rel=1e-3)
-        assert f"weights {one['weights']} · {one['turns']} turns" in page.locator(".listhead").first.inner_text()
+        assert (
+            f"weights {version['weights']} · {version['turns']} turns" in page.locator(".listhead").first.inner_text()
+        )
         page.keyboard.press("ArrowLeft")
     shot(page, "run")
     page.keyboard.press("Enter")
@@ -92,16 +94,16 @@ def test_each_version_is_pointed_at_by_keys_and_leads_to_its_sessions(
     assert f"weights={versions[0]['weights']}" in page.url
 
 
-def test_groups_are_those_of_a_key_and_lead_to_their_sessions(page: Page, site: str) -> None:
+def test_groups_of_a_key_link_to_their_sessions(page: Page, site: str) -> None:
     opened(page, site)
     lines = page.locator(".groups tbody tr")
     groups = run_answer(page, site)["groups"]
     assert lines.count() == len(groups) == 4
-    for line, one in zip(lines.all(), groups, strict=True):
+    for line, group in zip(lines.all(), groups, strict=True):
         cells = line.locator("td").all_inner_texts()
-        assert cells[0] == one["value"]
-        assert cells[3] == ("not recorded" if one["sd"] is None else f"{one['sd']:.4g}")
-        assert line.locator("circle").count() == len(one["rewards"])
+        assert cells[0] == group["value"]
+        assert cells[3] == ("not recorded" if group["sd"] is None else f"{group['sd']:.4g}")
+        assert line.locator("circle").count() == len(group["rewards"])
     page.get_by_role("button", name="Spread").click()
     spreads = [float(text) for text in page.locator(".groups tbody td:nth-child(4)").all_inner_texts()]
     assert spreads == sorted(spreads)
@@ -117,7 +119,7 @@ def test_the_best_session_of_a_group_is_compared_with_the_worst(page: Page, site
         heads, cells = table.locator("thead tr > *:visible"), table.locator("tbody tr").first.locator("td:visible")
         assert heads.count() == cells.count()
     groups = run_answer(page, site)["groups"]
-    some = next(n for n, one in enumerate(groups) if one["best_and_worst"] and one["least"] < one["most"])
+    some = next(n for n, group in enumerate(groups) if group["best_and_worst"] and group["least"] < group["most"])
     page.locator(".groups tbody tr").nth(some).get_by_role("link", name="best ⇄ worst").click()
     page.wait_for_selector(".sides.head h3")
     assert page.locator(".sides.head bdi").all_text_contents() == groups[some]["best_and_worst"]
@@ -126,7 +128,7 @@ def test_the_best_session_of_a_group_is_compared_with_the_worst(page: Page, site
 def test_groups_with_equal_rewards_are_counted_and_shown_alone(page: Page, site: str) -> None:
     opened(page, site)
     groups = run_answer(page, site)["groups"]
-    (equal,) = (one["value"] for one in groups if len(one["rewards"]) > 1 and len(set(one["rewards"])) == 1)
+    (equal,) = (group["value"] for group in groups if len(group["rewards"]) > 1 and len(set(group["rewards"])) == 1)
     button = page.get_by_role("button", name="1 group with equal rewards (no advantage)")
     button.click()
     assert page.locator(".groups tbody td.key").all_inner_texts() == [equal]
@@ -134,7 +136,7 @@ def test_groups_with_equal_rewards_are_counted_and_shown_alone(page: Page, site:
     assert page.locator(".groups tbody tr").count() == len(groups)
 
 
-def test_a_run_that_is_being_measured_says_what_is_missing(page: Page, site: str) -> None:
+def test_run_page_shows_what_is_not_measured_yet(page: Page, site: str) -> None:
     answer = run_answer(page, site) | {"measured": 5, "of": SESSIONS}
     page.route("**/api/run", lambda route: route.fulfill(json=answer))
     page.route("**/api/run?*", lambda route: route.fulfill(json=answer))
@@ -146,22 +148,20 @@ def test_a_run_that_is_being_measured_says_what_is_missing(page: Page, site: str
 def test_the_best_versions_are_named(page: Page, site: str) -> None:
     opened(page, site)
     versions = run_answer(page, site)["weights"]
-    most = max(one["mean"] for one in versions if one["mean"] is not None)
-    (best,) = (one["weights"] for one in versions if one["mean"] == most)
+    most = max(version["mean"] for version in versions if version["mean"] is not None)
+    (best,) = (version["weights"] for version in versions if version["mean"] == most)
     text = page.locator(".chart", has=page.get_by_role("heading", name="Reward")).inner_text()
     assert f"Best: {most:.4g} at weights {best}." in text
 
 
-def test_what_is_not_recorded_is_said_to_be(page: Page, site: str) -> None:
+def test_missing_records_are_reported(page: Page, site: str) -> None:
     opened(page, site, "?search=s04")
     shown = figures(page)
     assert shown["Cache hits"] == "not recorded"
     assert shown["Importance ratio"] == "not recorded"
 
 
-def test_the_run_goes_on_with_what_is_recorded(
-    page: Page, site: str, recorded: SqliteStore, renderer: Renderer
-) -> None:
+def test_run_page_updates_with_new_records(page: Page, site: str, recorded: SqliteStore, renderer: Renderer) -> None:
     opened(page, site, "?search=later")
     page.get_by_text("0 sessions").wait_for()
     turn = make_turn("later", 0, weight_version=HOSTILE, created_at=1e6)
@@ -186,20 +186,20 @@ def test_the_map_of_a_long_session_shows_where_more_tokens_differ(
 ) -> None:
     encode, rng = renderer.tokenizer.encode_plain, np.random.default_rng(7)
     cut = rng.random(6000) < np.linspace(0.15, 0.95, 6000)
-    ids = [i for one in cut for text in ((" pe", "ars") if one else (" pears",)) for i in encode(text)]
+    ids = [i for split in cut for text in ((" pe", "ars") if split else (" pears",)) for i in encode(text)]
     logprobs = np.zeros(len(ids), np.float32)
     turn = make_turn("long", 0, completion_ids=np.array(ids, np.int32), logprobs=logprobs, created_at=1e6)
     run_beside(recorded.write(SessionInfo("long", 1e6), turn))
     page.goto(f"{site}/view#/session/long")
     page.wait_for_selector(".driftcount")
     first, last = (page.evaluate(f"{MEAN_OPACITY}({part})") for part in ([0, 1 / 3], [2 / 3, 1]))
-    # Each line of the map has differences: where they are drawn as one bar, both are 255.
+    # Each line of the map has differences: if they are drawn as a single bar, both are 255.
     assert 100 < first < 0.8 * last
     run_beside(recorded.delete_session("long"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_of_it_is_out_of_reach(page: Page, site: str, scheme: str) -> None:
+def test_run_page_passes_accessibility_checks(page: Page, site: str, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which has axe-core")
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     opened(page, site)

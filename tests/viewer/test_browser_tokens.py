@@ -35,8 +35,8 @@ ALL_TOKENS = """async () => {
 
 
 def recorded(site: Site, session_id: str, leaf: int | None = None) -> Trajectory:
-    found = site.store.load_session(session_id, per_token=True).trajectories()
-    return found[-1] if leaf is None else next(one for one in found if one.leaf == leaf)
+    paths = site.store.load_session(session_id, per_token=True).trajectories()
+    return paths[-1] if leaf is None else next(path for path in paths if path.leaf == leaf)
 
 
 def opened(page: Page, site: Site, path: str) -> None:
@@ -45,33 +45,33 @@ def opened(page: Page, site: Site, path: str) -> None:
 
 
 def facts(page: Page) -> dict[str, str]:
-    found: dict[str, str] = page.evaluate(
+    rows: dict[str, str] = page.evaluate(
         """() => Object.fromEntries([...document.querySelectorAll(".inspector dt")]
             .map((dt) => [dt.textContent, dt.nextElementSibling.textContent]))"""
     )
-    return found
+    return rows
 
 
 def chosen(page: Page) -> int:
     return int(page.locator(".row .at").get_attribute("data-i") or -1)
 
 
-def test_every_token_is_there_with_its_lanes(page: Page, site: Site, shot: Shot) -> None:
+def test_every_token_is_present_with_its_lanes(page: Page, site: Site, shot: Shot) -> None:
     opened(page, site, "/session/shop")
     page.wait_for_selector(".driftcount, .tools .dim")
     shot(page, "trajectory")
     seen: list[Any] = page.evaluate(ALL_TOKENS)
-    one = recorded(site, "shop")
-    assert [i for i, _, _ in seen] == list(range(len(one.token_ids)))
+    trajectory = recorded(site, "shop")
+    assert [i for i, _, _ in seen] == list(range(len(trajectory.token_ids)))
     for i, classes, _ in seen:
         words = classes.split()
-        assert f"p{one.provenance[i]}" in words
-        assert ("m" in words) == bool(one.loss_mask[i])
+        assert f"p{trajectory.provenance[i]}" in words
+        assert ("m" in words) == bool(trajectory.loss_mask[i])
         bars = [word for word in words if word[0] == "l" and word[1:].isdigit()]
-        assert bars == ([f"l{int(np.clip(-one.logprobs[i], 0, 7))}"] if one.provenance[i] == 1 else [])
+        assert bars == ([f"l{int(np.clip(-trajectory.logprobs[i], 0, 7))}"] if trajectory.provenance[i] == 1 else [])
 
 
-def test_texts_are_those_of_the_ids(page: Page, site: Site, renderer: Renderer) -> None:
+def test_shown_texts_match_the_ids(page: Page, site: Site, renderer: Renderer) -> None:
     opened(page, site, "/session/shop")
     seen: list[Any] = page.evaluate(ALL_TOKENS)
     ids = recorded(site, "shop").token_ids.tolist()
@@ -81,25 +81,25 @@ def test_texts_are_those_of_the_ids(page: Page, site: Site, renderer: Renderer) 
         assert text in (spelled, spelled.removesuffix("\n"))
 
 
-def test_pointing_at_a_token_tells_what_is_known_of_it(page: Page, site: Site, renderer: Renderer) -> None:
+def test_pointing_at_a_token_shows_its_details(page: Page, site: Site, renderer: Renderer) -> None:
     opened(page, site, "/session/shop")
-    one = recorded(site, "shop")
-    i = int(one.completion_starts[0]) + 1
+    trajectory = recorded(site, "shop")
+    i = int(trajectory.completion_starts[0]) + 1
     page.locator(f'.row [data-i="{i}"]').hover()
-    told = facts(page)
-    token_id = int(one.token_ids[i])
-    assert told["id"] == str(token_id)
+    shown_facts = facts(page)
+    token_id = int(trajectory.token_ids[i])
+    assert shown_facts["id"] == str(token_id)
     data = renderer.tokenizer.token_bytes(token_id)
-    assert told["bytes"] == f"{data.hex(' ')} ({len(data)})"
-    assert told["offset"] == f"token {i} of {len(one.token_ids)}"
-    assert told["turn"] == "0, sampled token 1"
-    assert float(told["logprob"].split()[0]) == pytest.approx(float(one.logprobs[i]), rel=1e-3)
-    assert float(told["advantage"]) == pytest.approx(float(one.columns["advantage"][i]), rel=1e-3)
-    assert told["loss"] == "trained"
-    assert "sampled" in told["written by"]
+    assert shown_facts["bytes"] == f"{data.hex(' ')} ({len(data)})"
+    assert shown_facts["offset"] == f"token {i} of {len(trajectory.token_ids)}"
+    assert shown_facts["turn"] == "0, sampled token 1"
+    assert float(shown_facts["logprob"].split()[0]) == pytest.approx(float(trajectory.logprobs[i]), rel=1e-3)
+    assert float(shown_facts["advantage"]) == pytest.approx(float(trajectory.columns["advantage"][i]), rel=1e-3)
+    assert shown_facts["loss"] == "trained"
+    assert "sampled" in shown_facts["written by"]
 
 
-def test_keys_choose_tokens_and_the_address_follows(page: Page, site: Site) -> None:
+def test_keys_select_tokens_and_update_the_address(page: Page, site: Site) -> None:
     opened(page, site, "/session/shop/token/10")
     assert chosen(page) == 10
     page.keyboard.press("ArrowRight")
@@ -125,9 +125,9 @@ def test_keys_choose_tokens_and_the_address_follows(page: Page, site: Site) -> N
 
 
 def test_turns_are_reached_by_keys_and_by_address(page: Page, site: Site) -> None:
-    one = recorded(site, "shop")
-    starts = [0, *one.completion_ends[:-1].tolist()]
-    opened(page, site, f"/session/shop/turn/{one.turns[2]}")
+    trajectory = recorded(site, "shop")
+    starts = [0, *trajectory.completion_ends[:-1].tolist()]
+    opened(page, site, f"/session/shop/turn/{trajectory.turns[2]}")
     assert chosen(page) == starts[2]
     page.keyboard.press("[")
     assert chosen(page) == starts[1]
@@ -153,16 +153,16 @@ def test_ids_are_copied_as_a_python_list(page: Page, site: Site) -> None:
     assert link == site.at(f"/session/shop/leaf/{recorded(site, 'shop').leaf}/token/3/view/tokens")
 
 
-def test_differences_are_marked_with_their_class_and_reached_by_keys(page: Page, site: Site, shot: Shot) -> None:
+def test_differences_are_marked_by_class_and_reached_by_keys(page: Page, site: Site, shot: Shot) -> None:
     opened(page, site, "/session/shop")
     page.wait_for_selector(".driftcount")
     answer = site.http.get(f"/view/api/sessions/shop/leaves/{recorded(site, 'shop').leaf}/comparison")
     from tests.viewer.packed import header, unpack
 
-    told, arrays = header(answer.content), unpack(answer.content)
+    metadata, arrays = header(answer.content), unpack(answer.content)
     starts = arrays["segments"].reshape(-1, 4)[arrays["differs"] > 0, 0].tolist()
     assert starts
-    for start, difference in zip(starts, told["differences"], strict=True):
+    for start, difference in zip(starts, metadata["differences"], strict=True):
         page.keyboard.press("n")
         assert chosen(page) == start
         assert f"≠ {difference['class']}" in facts(page)["drift"]
@@ -177,7 +177,7 @@ def test_differences_are_marked_with_their_class_and_reached_by_keys(page: Page,
 
 
 @pytest.mark.parametrize("side", ["retokenized", "rerendered"])
-def test_the_other_ids_stand_beside_the_recorded_ones(page: Page, site: Site, shot: Shot, side: str) -> None:
+def test_other_ids_are_shown_beside_the_recorded_ids(page: Page, site: Site, shot: Shot, side: str) -> None:
     from tests.viewer.packed import unpack
 
     leaf = recorded(site, "shop").leaf
@@ -212,7 +212,7 @@ def test_the_other_ids_stand_beside_the_recorded_ones(page: Page, site: Site, sh
     page.wait_for_selector(".row [data-i]")
 
 
-def test_characters_of_several_tokens_are_whole_and_their_parts_can_be_chosen(
+def test_multi_token_characters_are_whole_and_their_tokens_selectable(
     page: Page, site: Site, renderer: Renderer, shot: Shot
 ) -> None:
     opened(page, site, "/session/hostile")
@@ -233,7 +233,7 @@ def test_characters_of_several_tokens_are_whole_and_their_parts_can_be_chosen(
     assert spelled.decode() == "🫠"
 
 
-def test_hostile_text_is_shown_and_does_nothing(page: Page, site: Site, shot: Shot) -> None:
+def test_hostile_text_is_shown_and_not_executed(page: Page, site: Site, shot: Shot) -> None:
     opened(page, site, "/session/hostile")
     seen: list[Any] = page.evaluate(ALL_TOKENS)
     shot(page, "hostile")
@@ -244,7 +244,7 @@ def test_hostile_text_is_shown_and_does_nothing(page: Page, site: Site, shot: Sh
     assert page.locator("main img, main script, main iframe").count() == 0
     assert page.title() == "hostile · Tokentape"
     shown = page.locator(".pane").inner_text()
-    # What would turn the direction of what follows, ring or hide is spelled out by the style sheet and not there.
+    # Characters that would change text direction, ring or hide are removed, and the style sheet spells them out.
     for character in "\u202e\u202c\u2066\u2069\u200b\u0007\x1b\ufeff":
         assert character in HOSTILE
         assert character not in shown
@@ -252,7 +252,7 @@ def test_hostile_text_is_shown_and_does_nothing(page: Page, site: Site, shot: Sh
     assert page.evaluate("getComputedStyle(document.querySelector('.row .t')).unicodeBidi") == "isolate"
 
 
-def test_letters_that_spell_a_control_token_look_unlike_one(page: Page, site: Site) -> None:
+def test_text_that_spells_a_control_token_looks_different(page: Page, site: Site) -> None:
     opened(page, site, "/session/hostile")
     page.wait_for_selector(".row .t.letters")
     letters = "".join(page.locator(".row .t.letters").all_text_contents())
@@ -263,18 +263,18 @@ def test_letters_that_spell_a_control_token_look_unlike_one(page: Page, site: Si
     assert "letters only" in facts(page)["control"]
 
 
-def test_weights_that_change_are_marked_and_reached_by_a_key(page: Page, site: Site, shot: Shot) -> None:
-    one = recorded(site, "weights")
+def test_weight_changes_are_marked_and_reached_by_a_key(page: Page, site: Site, shot: Shot) -> None:
+    trajectory = recorded(site, "weights")
     opened(page, site, "/session/weights")
     mark = page.locator(".boundary")
     assert mark.get_attribute("data-show") == "weights step-20"
     page.keyboard.press("w")
-    assert chosen(page) == one.completion_starts[1]
+    assert chosen(page) == trajectory.completion_starts[1]
     assert facts(page)["weights"] == "step-20"
     shot(page, "weights")
 
 
-def test_a_message_of_a_megabyte_is_read_to_its_end(page: Page, site: Site, shot: Shot) -> None:
+def test_message_of_a_megabyte_scrolls_to_its_end(page: Page, site: Site, shot: Shot) -> None:
     opened(page, site, "/session/huge")
     total = len(recorded(site, "huge").token_ids)
     assert total > 300_000
@@ -288,7 +288,7 @@ def test_a_message_of_a_megabyte_is_read_to_its_end(page: Page, site: Site, shot
     shot(page, "huge")
 
 
-def test_all_of_the_text_is_there_for_the_search_of_the_browser(page: Page, site: Site) -> None:
+def test_full_text_is_available_to_the_browser_search(page: Page, site: Site) -> None:
     opened(page, site, "/session/huge")
     pears = page.evaluate("document.querySelector('.pane').textContent.split('price of pears').length - 1")
     assert pears == PARAGRAPHS

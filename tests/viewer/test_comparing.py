@@ -1,4 +1,4 @@
-"""The record beside what decoding and rendering again would have made of it."""
+"""The record compared with its retokenized and rerendered versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tokentape.types import SessionInfo, Trajectory, Turn
 from tokentape.viewer._comparing import RecordReader, comparison, reader_of
 from tokentape.viewer._source import SessionView, StoreSource
 
-# The names are in an order that is not the alphabet's, as people write them.
+# The names are not in alphabetical order, as people write them.
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
 
@@ -46,43 +46,49 @@ def shown(view: SessionView) -> Trajectory:
     return view.trajectories[-1]
 
 
-def test_letters_one_by_one_are_a_difference_with_its_class(renderer: Renderer, store: SqliteStore) -> None:
-    spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
+def test_word_sampled_letter_by_letter_is_a_difference_with_a_class(renderer: Renderer, store: SqliteStore) -> None:
+    spelled = [token_id for letter in "Let" for token_id in renderer.tokenizer.encode_plain(letter)]
     view = view_of(store, spelled)
     packed = comparison(RecordReader(renderer.tokenizer), view, shown(view), "retokenized")
-    told, found = header(packed), unpack(packed)
+    metadata, arrays = header(packed), unpack(packed)
     own = shown(view).token_ids
-    (difference,) = [one for one in told["differences"] if one["class"] == "word"]
+    (difference,) = [item for item in metadata["differences"] if item["class"] == "word"]
     assert difference["meaning"]
-    changed = told["differences"].index(difference) + 1
-    start, end, other_start, other_end = found["segments"].reshape(-1, 4)[found["differs"].tolist().index(changed)]
+    changed = metadata["differences"].index(difference) + 1
+    start, end, other_start, other_end = arrays["segments"].reshape(-1, 4)[arrays["differs"].tolist().index(changed)]
     assert own[start:end].tolist() == spelled
-    assert found["other_token_ids"][other_start:other_end].tolist() == renderer.tokenizer.encode_plain("Let")
-    assert told["changed_trained_tokens"] == 3
+    assert arrays["other_token_ids"][other_start:other_end].tolist() == renderer.tokenizer.encode_plain("Let")
+    assert metadata["changed_trained_tokens"] == 3
 
 
 @given(data=st.data())
 @settings(max_examples=examples(40))
 def test_segments_cover_both_sides_and_equal_ones_are_equal(renderer: Renderer, data: st.DataObject) -> None:
     texts = st.text(st.sampled_from('ab 1.é\n{"🫠漢'), max_size=8)
-    ids = [one for text in data.draw(st.lists(texts, min_size=1)) for one in renderer.tokenizer.encode_plain(text)]
+    ids = [
+        token_id
+        for text in data.draw(st.lists(texts, min_size=1))
+        for token_id in renderer.tokenizer.encode_plain(text)
+    ]
     tree = Session(SessionInfo("s", 1.0), [turn_of(ids or [5])])
-    (one,) = trajectories(tree)
-    packed = comparison(RecordReader(renderer.tokenizer), SessionView(tree.info, "1", (), (one,)), one, "retokenized")
-    found = unpack(packed)
+    (trajectory,) = trajectories(tree)
+    packed = comparison(
+        RecordReader(renderer.tokenizer), SessionView(tree.info, "1", (), (trajectory,)), trajectory, "retokenized"
+    )
+    arrays = unpack(packed)
     at = other_at = 0
     for (start, end, other_start, other_end), differs in zip(
-        found["segments"].reshape(-1, 4).tolist(), found["differs"].tolist(), strict=True
+        arrays["segments"].reshape(-1, 4).tolist(), arrays["differs"].tolist(), strict=True
     ):
         assert (start, other_start) == (at, other_at)
-        equal = np.array_equal(one.token_ids[start:end], found["other_token_ids"][other_start:other_end])
+        equal = np.array_equal(trajectory.token_ids[start:end], arrays["other_token_ids"][other_start:other_end])
         assert equal == (differs == 0)
         at, other_at = end, other_end
-    assert (at, other_at) == (len(one.token_ids), len(found["other_token_ids"]))
+    assert (at, other_at) == (len(trajectory.token_ids), len(arrays["other_token_ids"]))
 
 
-def test_without_drift_rendering_again_gives_the_recorded_ids(store: SqliteStore, renderer: Renderer) -> None:
-    """Which takes the tools with their keys in the order in which they were given."""
+def test_without_drift_rerendering_gives_the_recorded_ids(store: SqliteStore, renderer: Renderer) -> None:
+    """Rerendering keeps the request's order of the tools' keys."""
     engine = ScriptedEngine(renderer, ["four<|im_end|>"])
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 2?"}], "tools": TOOLS, "max_tokens": 4}
     with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
@@ -93,9 +99,7 @@ def test_without_drift_rendering_again_gives_the_recorded_ids(store: SqliteStore
     assert unpack(packed)["other_token_ids"].tolist() == shown(view).token_ids.tolist()
 
 
-def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with(
-    renderer: Renderer, store: SqliteStore
-) -> None:
+def test_without_tokenizer_messages_or_template_nothing_is_compared(renderer: Renderer, store: SqliteStore) -> None:
     view = view_of(store, [5])
     for reader, side in (
         (RecordReader(why_none="it is gone"), "retokenized"),
@@ -105,14 +109,12 @@ def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with
             comparison(reader, view, shown(view), side)
 
 
-def test_a_record_is_read_with_its_own_model_while_that_is_there(
-    model_dir: Path, renderer: Renderer, tmp_path: Path
-) -> None:
+def test_record_is_read_with_its_model_while_available(model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
     assert "doesn't name" in reader_of(None).why_none
     sha256, fingerprint = renderer.tokenizer.sha256, renderer.fingerprint
-    found = reader_of(ServedModel(str(model_dir), sha256, fingerprint))
-    assert found.tokenizer is not None
-    assert found.renderer is not None
+    reader = reader_of(ServedModel(str(model_dir), sha256, fingerprint))
+    assert reader.tokenizer is not None
+    assert reader.renderer is not None
     assert reader_of(ServedModel(str(model_dir), sha256, "another template")).renderer is None
     assert "has changed" in reader_of(ServedModel(str(model_dir), "another tokenizer", "x")).why_none
     gone = ServedModel(str(tmp_path / "gone"), "", "")

@@ -1,4 +1,4 @@
-"""The viewer of a gateway over a real socket: what is sent, to whom, and with which headers."""
+"""The viewer of a gateway over a real socket: responses, access and headers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ API = [
 
 @contextmanager
 def viewed(renderer: Renderer, store: SqliteStore, keys: Keys | None = None, **more: Any) -> Iterator[httpx2.Client]:
-    """A gateway whose session `s`, of alice if there are keys, has turns 0 and 1 behind it, and a fork, 2."""
+    """Run a gateway. Its session `s`, of alice if there are keys, has turns 0 and 1 after it, and a fork, 2."""
     engine = ScriptedEngine(
         renderer, ["Seven.<|im_end|>", "Twelve, 漢字.<|im_end|>", "No.<|im_end|>", *["Yes.<|im_end|>"] * 5]
     )
@@ -85,39 +85,41 @@ def keyed(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def recorded(store: SqliteStore, leaf: int) -> Trajectory:
-    return next(one for one in store.load_session("s", per_token=True).trajectories() if one.leaf == leaf)
+    return next(
+        trajectory for trajectory in store.load_session("s", per_token=True).trajectories() if trajectory.leaf == leaf
+    )
 
 
-def test_packed_arrays_are_the_record(http: httpx2.Client, store: SqliteStore, renderer: Renderer) -> None:
+def test_packed_arrays_match_the_record(http: httpx2.Client, store: SqliteStore, renderer: Renderer) -> None:
     values = np.full(len(store.load_session("s").turns[1].completion_ids), 0.5, np.float32)
     asyncio.run(store.write(TurnColumn("s", 1, "advantage", values, 1.0)))
     answer = http.get("/view/api/sessions/s/leaves/1")
-    found, told, expected = unpack(answer.content), header(answer.content), recorded(store, 1)
+    arrays, metadata, expected = unpack(answer.content), header(answer.content), recorded(store, 1)
     assert answer.headers["content-type"] == "application/octet-stream"
-    assert found["token_ids"].tobytes() == expected.token_ids.tobytes()
-    assert found["provenance"].tobytes() == expected.provenance.tobytes()
-    assert found["logprobs"].tobytes() == expected.logprobs.tobytes()
-    assert found["loss_mask"].tobytes() == expected.loss_mask.tobytes()
-    assert told["columns"] == ["advantage"]
-    assert found["column_0"].tobytes() == expected.columns["advantage"].tobytes()
-    ends = found["text_ends"].tolist()
-    pieces = [found["text"][start:end].tobytes() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    assert pieces == [renderer.tokenizer.token_bytes(one) for one in expected.token_ids.tolist()]
-    assert [(one["completion_start"], one["end"]) for one in told["turns"]] == list(
+    assert arrays["token_ids"].tobytes() == expected.token_ids.tobytes()
+    assert arrays["provenance"].tobytes() == expected.provenance.tobytes()
+    assert arrays["logprobs"].tobytes() == expected.logprobs.tobytes()
+    assert arrays["loss_mask"].tobytes() == expected.loss_mask.tobytes()
+    assert metadata["columns"] == ["advantage"]
+    assert arrays["column_0"].tobytes() == expected.columns["advantage"].tobytes()
+    ends = arrays["text_ends"].tolist()
+    pieces = [arrays["text"][start:end].tobytes() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    assert pieces == [renderer.tokenizer.token_bytes(token_id) for token_id in expected.token_ids.tolist()]
+    assert [(turn["completion_start"], turn["end"]) for turn in metadata["turns"]] == list(
         zip(expected.completion_starts.tolist(), expected.completion_ends.tolist(), strict=True)
     )
-    assert told["weight_spans"] == [list(span) for span in expected.weight_spans]
-    assert (told["verdict"], told["tokens"]) == (expected.verdict, len(expected.token_ids))
+    assert metadata["weight_spans"] == [list(span) for span in expected.weight_spans]
+    assert (metadata["verdict"], metadata["tokens"]) == (expected.verdict, len(expected.token_ids))
 
 
-def test_what_is_behind_a_token_joins_what_is_before_it(http: httpx2.Client) -> None:
+def test_range_after_a_token_joins_the_range_before_it(http: httpx2.Client) -> None:
     whole, path = unpack(http.get("/view/api/sessions/s/leaves/1").content), "/view/api/sessions/s/leaves/1?from="
     total = len(whole["token_ids"])
     for start in (0, 1, total - 1, total, total + 5):
         some = unpack(http.get(f"{path}{start}").content)
         at = min(start, total)
         assert some["token_ids"].tobytes() == whole["token_ids"][at:].tobytes()
-        # What may change in tokens that a page already has is always whole.
+        # Values that may change for tokens that a page already has are always sent in full.
         assert some["loss_mask"].tobytes() == whole["loss_mask"].tobytes()
         offset = int(whole["text_ends"][at - 1]) if at else 0
         assert (some["text_ends"] + offset).tolist() == whole["text_ends"][at:].tolist()
@@ -125,13 +127,13 @@ def test_what_is_behind_a_token_joins_what_is_before_it(http: httpx2.Client) -> 
 
 
 def test_a_session_is_shown_as_a_tree(http: httpx2.Client) -> None:
-    told = http.get("/view/api/sessions/s").json()
-    assert [(one["seq"], one["parent"], one["fork"]) for one in told["turns"]] == [
+    tree = http.get("/view/api/sessions/s").json()
+    assert [(turn["seq"], turn["parent"], turn["fork"]) for turn in tree["turns"]] == [
         (0, None, None),
         (1, 0, None),
         (2, None, "edited_history"),
     ]
-    assert [(one["turn"], one["path"], one["verdict"]) for one in told["leaves"]] == [
+    assert [(leaf["turn"], leaf["path"], leaf["verdict"]) for leaf in tree["leaves"]] == [
         (1, [0, 1], "exact"),
         (2, [2], "forked: edited_history"),
     ]
@@ -139,9 +141,9 @@ def test_a_session_is_shown_as_a_tree(http: httpx2.Client) -> None:
 
 def test_branches_are_compared_with_each_other(http: httpx2.Client, store: SqliteStore) -> None:
     answer = http.get("/view/api/sessions/s/leaves/1/comparison?with=leaf-2")
-    found, ours, theirs = unpack(answer.content), recorded(store, 1).token_ids, recorded(store, 2).token_ids
-    assert found["other_token_ids"].tolist() == theirs.tolist()
-    equal = found["segments"].reshape(-1, 4)[found["differs"] == 0]
+    arrays, ours, theirs = unpack(answer.content), recorded(store, 1).token_ids, recorded(store, 2).token_ids
+    assert arrays["other_token_ids"].tolist() == theirs.tolist()
+    equal = arrays["segments"].reshape(-1, 4)[arrays["differs"] == 0]
     assert len(equal) > 0
     for start, end, other_start, other_end in equal.tolist():
         assert ours[start:end].tolist() == theirs[other_start:other_end].tolist()
@@ -153,24 +155,24 @@ def test_sessions_are_compared_with_each_other(http: httpx2.Client, side: str, l
     body = {"messages": [USER], "max_tokens": 30}
     assert http.post("/sessions/t/v1/chat/completions", json=body).status_code == 200
     answer = http.get("/view/api/sessions/t/leaves/0/comparison", params={"with": side})
-    found, other = unpack(answer.content), unpack(http.get(f"/view/api/sessions/s/leaves/{leaf}").content)
+    arrays, other = unpack(answer.content), unpack(http.get(f"/view/api/sessions/s/leaves/{leaf}").content)
     for name, array in other.items():
-        np.testing.assert_array_equal(found[f"other_{name}"], array)
+        np.testing.assert_array_equal(arrays[f"other_{name}"], array)
     assert header(answer.content)["other"]["leaf"] == leaf
-    # The reply is of two sessions, and an ETag of one.
+    # The reply is of two sessions, and an ETag is of one session.
     assert "etag" not in answer.headers
     assert http.get("/view/api/sessions/t/leaves/0/comparison?with=leaf-7-of-s").status_code == 400
     http.delete("/sessions/t")
 
 
-def test_a_session_of_another_key_is_not_compared_with(renderer: Renderer, tmp_path: Path) -> None:
+def test_session_of_another_key_is_not_compared(renderer: Renderer, tmp_path: Path) -> None:
     headers = {"authorization": f"Bearer {BOB}"}
     body = {"messages": [USER], "max_tokens": 30}
     path = "/view/api/sessions/b/leaves/0/comparison?with=session-"
     with SqliteStore.open(tmp_path) as store, viewed(renderer, store, KEYS) as http:
         assert http.post("/sessions/b/v1/chat/completions", json=body, headers=headers).status_code == 200
         own, foreign, unknown = (http.get(f"{path}{name}", headers=headers) for name in "bst")
-    assert [one.status_code for one in (own, foreign, unknown)] == [200, 404, 404]
+    assert [response.status_code for response in (own, foreign, unknown)] == [200, 404, 404]
     assert foreign.json()["error"]["message"].replace("'s'", "'t'") == unknown.json()["error"]["message"]
 
 
@@ -182,10 +184,10 @@ def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:
     http.post("/sessions/s/reward", json={"value": 1.0})
     changed = http.get("/view/api/sessions/s", headers={"if-none-match": first.headers["etag"]})
     assert changed.status_code == 200
-    assert [one["reward"] for one in changed.json()["leaves"]] == [1.0, 1.0]
+    assert [leaf["reward"] for leaf in changed.json()["leaves"]] == [1.0, 1.0]
 
 
-def test_a_list_shows_what_was_measured_and_never_of_an_earlier_version(
+def test_list_shows_measures_of_the_current_version_only(
     renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with SqliteStore.open(tmp_path_factory.mktemp("grows")) as store, viewed(renderer, store) as http:
@@ -201,13 +203,13 @@ def test_a_list_shows_what_was_measured_and_never_of_an_earlier_version(
         assert grown["measures"] is None
         again = http.get("/view/api/measures?ids=s").json()["measures"]["s"]
         assert again["drift"]["tokens"] > first["s"]["drift"]["tokens"]
-        # What is sorted or filtered by measures is measured first.
+        # Sorting and filtering by measures measures first.
         (sorted_by,) = http.get("/view/api/sessions?sort=drift").json()["sessions"]
         assert sorted_by["measures"] == again
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "count"),
     [
         ("verdict=exact", 1),
         ("verdict=forked", 1),
@@ -220,10 +222,10 @@ def test_a_list_shows_what_was_measured_and_never_of_an_earlier_version(
         ("verdict=exact&search=nothing", 0),
     ],
 )
-def test_sessions_are_filtered_by_what_was_measured(http: httpx2.Client, query: str, found: int) -> None:
-    told = http.get(f"/view/api/sessions?{query}").json()
-    assert (told["total"], len(told["sessions"])) == (found, found)
-    assert told["measured"] == told["of"]
+def test_sessions_are_filtered_by_measures(http: httpx2.Client, query: str, count: int) -> None:
+    response = http.get(f"/view/api/sessions?{query}").json()
+    assert (response["total"], len(response["sessions"])) == (count, count)
+    assert response["measured"] == response["of"]
 
 
 @pytest.mark.parametrize(
@@ -245,19 +247,19 @@ def test_sessions_are_filtered_by_what_was_measured(http: httpx2.Client, query: 
         "sessions/s/leaves/1/comparison?with=itself",
     ],
 )
-def test_what_can_not_be_asked_is_refused(http: httpx2.Client, query: str) -> None:
+def test_invalid_queries_are_refused(http: httpx2.Client, query: str) -> None:
     assert http.get(f"/view/api/{query}").status_code == 400
 
 
-def test_the_page_and_its_files_need_no_key_and_all_data_does(keyed: httpx2.Client) -> None:
-    nobody = {"authorization": ""}
+def test_page_files_need_no_key_and_data_needs_a_key(keyed: httpx2.Client) -> None:
+    no_key = {"authorization": ""}
     for path in ["/view", *(f"/view/static/{file.name}" for file in FOLDER.iterdir())]:
-        assert keyed.get(path, headers=nobody).status_code == 200
+        assert keyed.get(path, headers=no_key).status_code == 200
     for path in API:
-        assert keyed.get(path, headers=nobody).status_code == 401
+        assert keyed.get(path, headers=no_key).status_code == 401
 
 
-def test_a_key_sees_its_own_sessions_and_an_admin_all(keyed: httpx2.Client) -> None:
+def test_key_sees_its_sessions_and_an_admin_all_sessions(keyed: httpx2.Client) -> None:
     of_session = KEYS.session_key("alice", "s")
     other_session = KEYS.session_key("alice", "other")
     for key, count, status in (
@@ -292,28 +294,30 @@ def test_metrics_are_for_admins(keyed: httpx2.Client) -> None:
     assert keyed.get("/view/api/about", headers=headers).json()["overview"] is True
     values = keyed.get("/view/api/overview", headers=headers).json()
     exposed = keyed.get("/metrics", headers=headers).text
-    committed = [one for one in values["tokentape_turns_total"] if one["labels"]["outcome"] == "committed"]
-    assert sum(one["value"] for one in committed) == 3
+    committed = [sample for sample in values["tokentape_turns_total"] if sample["labels"]["outcome"] == "committed"]
+    assert sum(sample["value"] for sample in committed) == 3
     assert 'tokentape_forks_total{cause="edited_history"} 1.0' in exposed
     assert values["tokentape_forks_total"] == [{"labels": {"cause": "edited_history"}, "value": 1.0}]
 
 
-def test_pages_of_other_hosts_get_nothing(http: httpx2.Client) -> None:
+def test_pages_of_other_hosts_are_refused(http: httpx2.Client) -> None:
     for path in ["/", "/view", *API]:
         assert http.get(path, headers={"host": "evil.example"}).status_code == 403
         assert http.get(path, headers={"origin": "http://evil.example"}).status_code == 403
 
 
-def test_the_bare_address_leads_to_the_page(http: httpx2.Client, keyed: httpx2.Client) -> None:
-    for one in (http, keyed):
-        answer = one.get("/", headers={"authorization": ""})
+def test_bare_address_redirects_to_the_page(http: httpx2.Client, keyed: httpx2.Client) -> None:
+    for client in (http, keyed):
+        answer = client.get("/", headers={"authorization": ""})
         assert (answer.status_code, answer.headers["location"]) == (307, "/view")
 
 
-def test_everything_forbids_scripts_that_are_not_its_own(http: httpx2.Client) -> None:
+def test_every_response_forbids_foreign_scripts(http: httpx2.Client) -> None:
     for path in ["/", "/view", "/view/static/app.js", *API]:
         headers = http.get(path).headers
-        policy = dict(one.strip().partition(" ")[::2] for one in headers["content-security-policy"].split(";"))
+        policy = dict(
+            directive.strip().partition(" ")[::2] for directive in headers["content-security-policy"].split(";")
+        )
         assert policy["default-src"] == "'none'"
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
         assert "unsafe" not in headers["content-security-policy"]
@@ -322,12 +326,12 @@ def test_everything_forbids_scripts_that_are_not_its_own(http: httpx2.Client) ->
         assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_data_is_kept_by_no_cache_in_between(http: httpx2.Client) -> None:
+def test_data_is_not_cached_by_proxies(http: httpx2.Client) -> None:
     for path in API:
         assert re.fullmatch("no-store|private, no-cache", http.get(path).headers["cache-control"])
 
 
-def test_files_are_what_is_shipped_and_nothing_else(http: httpx2.Client) -> None:
+def test_only_shipped_files_are_served(http: httpx2.Client) -> None:
     first = http.get("/view/static/app.js")
     assert first.content == (FOLDER / "app.js").read_bytes()
     assert http.get("/view/static/app.js", headers={"if-none-match": first.headers["etag"]}).status_code == 304
@@ -335,7 +339,7 @@ def test_files_are_what_is_shipped_and_nothing_else(http: httpx2.Client) -> None
         assert http.get(f"/view/static/{name}").status_code == 404
 
 
-def test_a_leaf_that_is_none_is_not_found_with_those_that_are(http: httpx2.Client) -> None:
+def test_unknown_leaf_error_lists_the_leaves(http: httpx2.Client) -> None:
     for leaf in ("0", "7", "x", "9" * 30):
         answer = http.get(f"/view/api/sessions/s/leaves/{leaf}")
         assert answer.status_code == 404

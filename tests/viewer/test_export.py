@@ -1,4 +1,4 @@
-"""One file of a session or a run: it says what the server says, in a browser without one, and runs nothing else."""
+"""A file of a session or a run: it shows the same as the server, without a server, and runs nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAME = "<script>window.hurt=1<!--"
 
 @pytest.fixture(scope="module")
 def viewer(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
-    """The sessions of a run, and one whose name, metadata and texts are hostile."""
+    """Fill a store with a run, and a session with hostile name, metadata and texts."""
     with SqliteStore.open(tmp_path_factory.mktemp("exported")) as store:
         asyncio.run(record_run(store, renderer))
         ids = np.array(renderer.tokenizer.encode_marked(HOSTILE).ids, np.int32)
@@ -58,18 +58,18 @@ def site(viewer: Viewer) -> Iterator[str]:
 
 
 def answers(html: bytes) -> dict[str, bytes]:
-    found = re.search(rb'<script type="application/json" id="answers">(.*?)</script>', html, re.DOTALL)
-    assert found is not None
-    return {path: zlib.decompress(base64.b64decode(text)) for path, text in json.loads(found[1]).items()}
+    match = re.search(rb'<script type="application/json" id="answers">(.*?)</script>', html, re.DOTALL)
+    assert match is not None
+    return {path: zlib.decompress(base64.b64decode(text)) for path, text in json.loads(match[1]).items()}
 
 
 def parts_of(view: SessionView, sides: list[str]) -> Iterator[str]:
-    """Yield the paths of everything that the page asks for of a session."""
+    """Yield the paths of all requests of the page for a session."""
     path = f"sessions/{quote(view.info.session_id, safe='()*!~')}"
     yield path
-    for one in view.trajectories:
-        yield f"{path}/leaves/{one.leaf}"
-        yield from (f"{path}/leaves/{one.leaf}/comparison?{side}" for side in sides)
+    for trajectory in view.trajectories:
+        yield f"{path}/leaves/{trajectory.leaf}"
+        yield from (f"{path}/leaves/{trajectory.leaf}/comparison?{side}" for side in sides)
     stored = view.stored
     assert stored is not None
     for answer in stored.answers:
@@ -77,14 +77,14 @@ def parts_of(view: SessionView, sides: list[str]) -> Iterator[str]:
             yield from (f"{path}/turns/{turn}/alternatives" for turn in answer.turns)
 
 
-def test_a_run_has_the_answers_of_the_server(viewer: Viewer, site: str) -> None:
+def test_exported_run_has_the_responses_of_the_server(viewer: Viewer, site: str) -> None:
     made = export_page(viewer)
     assert (made.whole, made.listed, made.total) == (SESSIONS + 1,) * 3
-    found = answers(made.html)
+    bodies = answers(made.html)
     with httpx2.Client(base_url=f"{site}/view/api/") as http:
-        ids = ",".join(one["session_id"] for one in http.get("sessions").json()["sessions"])
+        ids = ",".join(session["session_id"] for session in http.get("sessions").json()["sessions"])
         http.get("measures", params={"ids": ids})
-        for path, body in found.items():
+        for path, body in bodies.items():
             query = {"comparison": "?with=", "run": "?group="}.get(path.split("?")[0].rsplit("/", 1)[-1], "?")
             served = http.get(path.replace("?", query))
             if path == "about":
@@ -94,32 +94,32 @@ def test_a_run_has_the_answers_of_the_server(viewer: Viewer, site: str) -> None:
                 assert answer == {name: value for name, value in served.json().items() if name in answer}
             else:
                 assert body == served.content
-    parts = {path for path in found if "/" in path}
+    parts = {path for path in bodies if "/" in path}
     assert parts == {path for view in map(viewer.source.load, ids.split(",")) for path in parts_of(view, [RETOKENIZED])}
     assert any(path.endswith("/alternatives") for path in parts)
 
 
-def test_a_session_has_only_itself_and_all_of_it_however_large(viewer: Viewer) -> None:
+def test_exported_session_is_complete_at_any_size(viewer: Viewer) -> None:
     made = export_page(viewer, "s01", max_bytes=1)
     assert made.whole == 1
-    found = answers(made.html)
-    assert json.loads(found["about"])["only_session"] == "s01"
-    assert [one["session_id"] for one in json.loads(found["sessions"])["sessions"]] == ["s01"]
-    assert {path for path in found if "/" in path} == {*parts_of(viewer.source.load("s01"), [RETOKENIZED])}
+    bodies = answers(made.html)
+    assert json.loads(bodies["about"])["only_session"] == "s01"
+    assert [session["session_id"] for session in json.loads(bodies["sessions"])["sessions"]] == ["s01"]
+    assert {path for path in bodies if "/" in path} == {*parts_of(viewer.source.load("s01"), [RETOKENIZED])}
     with pytest.raises(NotFound):
         export_page(viewer, "nothing")
 
 
-def test_sessions_without_room_are_listed_without_tokens(viewer: Viewer) -> None:
+def test_sessions_over_the_size_limit_are_listed_without_tokens(viewer: Viewer) -> None:
     made = export_page(viewer, max_bytes=20_000)
-    found = answers(made.html)
-    assert 0 < made.whole < made.listed == len(json.loads(found["sessions"])["sessions"])
-    whole = {path.split("/")[1] for path in found if path.count("/") == 1}
+    bodies = answers(made.html)
+    assert 0 < made.whole < made.listed == len(json.loads(bodies["sessions"])["sessions"])
+    whole = {path.split("/")[1] for path in bodies if path.count("/") == 1}
     assert len(whole) == made.whole
-    assert {path.split("/")[1] for path in found if "/" in path} == whole
+    assert {path.split("/")[1] for path in bodies if "/" in path} == whole
 
 
-def test_its_policy_allows_its_own_script_and_style_alone(viewer: Viewer) -> None:
+def test_policy_allows_only_the_file_s_script_and_style(viewer: Viewer) -> None:
     html = export_page(viewer).html.decode()
     policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', html)
     scripts = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
@@ -136,7 +136,7 @@ def test_its_policy_allows_its_own_script_and_style_alone(viewer: Viewer) -> Non
     assert NAME not in html
 
 
-def test_with_a_key_nothing_is_shown_without_it(viewer: Viewer) -> None:
+def test_encrypted_file_shows_nothing_without_its_key(viewer: Viewer) -> None:
     with running(create_app(replace(viewer, visit=key_visit("a-key")))) as url, httpx2.Client(base_url=url) as http:
         assert http.get("/view").status_code == 200
         for key, status in (("", 401), ("another", 401), ("a-key", 200)):
@@ -146,7 +146,7 @@ def test_with_a_key_nothing_is_shown_without_it(viewer: Viewer) -> None:
 
 def test_an_unreadable_session_is_left_out_of_lists_and_files(store: SqliteStore, tmp_path: Path) -> None:
     turns = [make_turn(name, 0) for name in ("good", "bad")]
-    asyncio.run(store.write(SETUP, *(SessionInfo(one.session_id, 1.0) for one in turns), *turns))
+    asyncio.run(store.write(SETUP, *(SessionInfo(turn.session_id, 1.0) for turn in turns), *turns))
     corrupt(tmp_path / "data", "bad")
     viewer = Viewer(StoreSource(store, "run"), RecordReader())
     made = export_page(viewer)
@@ -154,28 +154,29 @@ def test_an_unreadable_session_is_left_out_of_lists_and_files(store: SqliteStore
     with running(create_app(viewer)) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
         measured = http.get("measures?ids=good,bad").json()
         assert (list(measured["measures"]), list(measured["unreadable"])) == (["good"], ["bad"])
-        listed = {one["session_id"]: one for one in http.get("sessions").json()["sessions"]}
+        listed = {session["session_id"]: session for session in http.get("sessions").json()["sessions"]}
         assert ("unreadable" in listed["bad"], "unreadable" in listed["good"]) == (True, False)
-        found = http.get("sessions?verdict=exact").json()
-        assert (found["total"], found["measured"], found["of"], found["unreadable"]) == (1, 2, 2, 1)
+        response = http.get("sessions?verdict=exact").json()
+        assert (response["total"], response["measured"], response["of"], response["unreadable"]) == (1, 2, 2, 1)
         assert http.get("run").json()["unreadable"] == 1
     with pytest.raises(StoreCorrupt):
         export_page(viewer, "bad")
 
 
-def test_only_keys_of_the_file_are_offered_and_that_of_the_groups_is_one(store: SqliteStore) -> None:
+def test_offered_keys_are_those_of_the_file_including_the_group_key(store: SqliteStore) -> None:
     turns = [make_turn(f"s{n}", 0) for n in range(3)]
     infos = [
-        SessionInfo(one.session_id, 1.0, {"task": n} | {f"key{k}": 0 for k in range(9)}) for n, one in enumerate(turns)
+        SessionInfo(turn.session_id, 1.0, {"task": n} | {f"key{k}": 0 for k in range(9)})
+        for n, turn in enumerate(turns)
     ]
     asyncio.run(store.write(SETUP, *infos, *turns))
-    found = answers(export_page(Viewer(StoreSource(store, "run"), RecordReader())).html)
-    offered = json.loads(found["run"])["keys"]
+    bodies = answers(export_page(Viewer(StoreSource(store, "run"), RecordReader())).html)
+    offered = json.loads(bodies["run"])["keys"]
     assert "task" in offered
-    assert {f"run?{key}" for key in offered} == {path for path in found if path.startswith("run?")}
+    assert {f"run?{key}" for key in offered} == {path for path in bodies if path.startswith("run?")}
 
 
-def test_half_of_a_surrogate_pair_in_metadata_is_sent(store: SqliteStore) -> None:
+def test_lone_surrogate_in_metadata_is_sent(store: SqliteStore) -> None:
     half = {"task": "\ud800", "\ud800": 1}
     asyncio.run(store.write(SETUP, SessionInfo("s", 1.0, half), make_turn("s", 0)))
     viewer = Viewer(StoreSource(store, "run"), RecordReader())
@@ -188,32 +189,32 @@ def test_half_of_a_surrogate_pair_in_metadata_is_sent(store: SqliteStore) -> Non
 def test_a_group_is_listed_exactly(store: SqliteStore) -> None:
     values = ["a", "A", "a\nb=c", "", {"task": "a"}, 1]
     turns = [make_turn(f"s{n}", 0) for n in range(len(values) + 2)]
-    metadata: list[dict[str, Any]] = [*({"task": one} for one in values), {"task": "a"}, {"deep": {"task": "a"}}]
-    infos = [SessionInfo(one.session_id, 1.0, of) for one, of in zip(turns, metadata, strict=True)]
+    metadata: list[dict[str, Any]] = [*({"task": value} for value in values), {"task": "a"}, {"deep": {"task": "a"}}]
+    infos = [SessionInfo(turn.session_id, 1.0, of) for turn, of in zip(turns, metadata, strict=True)]
     asyncio.run(store.write(SETUP, *infos, *turns))
     app = create_app(Viewer(StoreSource(store, "run"), RecordReader()))
     with running(app) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
         groups = http.get("run?group=task").json()["groups"]
         assert len(groups) == len(values)
-        for one in groups:
-            query = {"group_key": "task", "group_value": one["value"]}
+        for group in groups:
+            query = {"group_key": "task", "group_value": group["value"]}
             listed = http.get("sessions", params=query).json()
-            assert (listed["total"], len(listed["sessions"])) == (one["sessions"], one["sessions"])
-            assert [again["value"] for again in http.get("run", params=query).json()["groups"]] == [one["value"]]
+            assert (listed["total"], len(listed["sessions"])) == (group["sessions"], group["sessions"])
+            assert [again["value"] for again in http.get("run", params=query).json()["groups"]] == [group["value"]]
         listed = http.get("sessions", params={"group_key": "task", "group_value": "a"}).json()["sessions"]
-        assert {one["session_id"] for one in listed} == {"s0", "s6"}
+        assert {session["session_id"] for session in listed} == {"s0", "s6"}
 
 
 @pytest.mark.browser
-def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: Viewer, tmp_path: Path) -> None:
+def test_exported_file_is_readable_without_a_server(browser: Browser, viewer: Viewer, tmp_path: Path) -> None:
     for name, page in {"run": export_page(viewer), "one": export_page(viewer, NAME)}.items():
-        # In Firefox, Playwright evaluates text, which the file's own policy forbids.
+        # In Firefox, Playwright evaluates text, which the file's policy forbids.
         allowed = b"script-src 'unsafe-eval' " if browser.browser_type.name == "firefox" else b"script-src "
         (tmp_path / f"{name}.html").write_bytes(page.html.replace(b"script-src ", allowed, 1))
     with browser.new_context(viewport={"width": 1200, "height": 800}) as context:
         page, problems = context.new_page(), list[str]()
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda said: problems.append(said.text))
+        page.on("console", lambda message: problems.append(message.text))
         page.on("request", lambda request: problems.extend([request.url] if request.url[:5] != "file:" else []))
         page.goto(f"file://{tmp_path}/one.html")
         page.wait_for_selector(".row [data-i]")
@@ -239,7 +240,7 @@ def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: View
 
 
 @pytest.mark.browser
-def test_the_file_says_how_many_sessions_it_has(
+def test_exported_file_shows_its_number_of_sessions(
     browser: Browser, viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokentape.viewer._export.MAX_PAGE", 3)

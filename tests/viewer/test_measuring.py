@@ -34,107 +34,108 @@ def all_of(measures: Measures, store: SqliteStore) -> dict[str, SessionMeasures]
     return measures.measured(StoreSource(store, "").versions(Listing(limit=100)))[0]
 
 
-def merged(found: dict[str, SessionMeasures]) -> dict[str, WeightsTally]:
+def merged(measures_by_session: dict[str, SessionMeasures]) -> dict[str, WeightsTally]:
     tallies: dict[str, WeightsTally] = {}
-    for one in found.values():
-        for version, tally in one.weights.items():
+    for measured in measures_by_session.values():
+        for version, tally in measured.weights.items():
             tallies.setdefault(version, WeightsTally()).merge(tally)
     return tallies
 
 
-def test_drift_is_what_the_command_counts(measures: Measures, store: SqliteStore, renderer: Renderer) -> None:
+def test_drift_matches_the_command(measures: Measures, store: SqliteStore, renderer: Renderer) -> None:
     report = measure_drift(store_rows(store), renderer.tokenizer)
-    found = all_of(measures, store)
-    drifts = [one.drift for one in found.values() if one.drift is not None]
+    measured = all_of(measures, store)
+    drifts = [session_measures.drift for session_measures in measured.values() if session_measures.drift is not None]
     assert len(drifts) == SESSIONS
-    assert sum(one["changed_tokens"] for one in drifts) == report.tokens.changed > 0
-    assert sum(one["tokens"] for one in drifts) == report.tokens.total
-    by_weights = {one.value: one.tokens for one in report.strata if one.dimension == "weights"}
+    assert sum(drift["changed_tokens"] for drift in drifts) == report.tokens.changed > 0
+    assert sum(drift["tokens"] for drift in drifts) == report.tokens.total
+    by_weights = {stratum.value: stratum.tokens for stratum in report.strata if stratum.dimension == "weights"}
     assert {
-        version: (one.counts["drift_changed"], one.counts["drift_tokens"]) for version, one in merged(found).items()
+        version: (tally.counts["drift_changed"], tally.counts["drift_tokens"])
+        for version, tally in merged(measured).items()
     } == {version: (rate.changed, rate.total) for version, rate in by_weights.items()}
 
 
 def test_turns_are_counted_by_their_weights(measures: Measures, store: SqliteStore) -> None:
     turns = [turn for stored in store.iter_sessions() for turn in stored.turns]
-    for version, one in merged(all_of(measures, store)).items():
+    for version, tally in merged(all_of(measures, store)).items():
         mine = [turn for turn in turns if turn.weight_version == version]
         aborted = [turn for turn in mine if turn.finish_reason == "abort"]
-        assert one.counts["turns"] == len(mine)
-        assert one.counts["sampled_tokens"] == sum(len(turn.completion_ids) for turn in mine)
-        assert one.counts["ended"] == len(mine) - len(aborted)
-        assert one.counts["truncated"] == sum(turn.finish_reason == "length" for turn in mine)
-        assert one.aborts["client_left"] == len(aborted)
-        assert one.forks["sibling"] == sum(turn.fork == "sibling" for turn in mine)
-        assert one.first_at == min(t.created_at for t in mine)
-        assert one.last_at == max(t.created_at for t in mine)
+        assert tally.counts["turns"] == len(mine)
+        assert tally.counts["sampled_tokens"] == sum(len(turn.completion_ids) for turn in mine)
+        assert tally.counts["ended"] == len(mine) - len(aborted)
+        assert tally.counts["truncated"] == sum(turn.finish_reason == "length" for turn in mine)
+        assert tally.aborts["client_left"] == len(aborted)
+        assert tally.forks["sibling"] == sum(turn.fork == "sibling" for turn in mine)
+        assert tally.first_at == min(t.created_at for t in mine)
+        assert tally.last_at == max(t.created_at for t in mine)
 
 
-def test_rewards_and_verdicts_are_those_of_samples(measures: Measures, store: SqliteStore) -> None:
-    exported = [one for stored in store.iter_sessions() for one in stored.trajectories()]
+def test_rewards_and_verdicts_match_the_samples(measures: Measures, store: SqliteStore) -> None:
+    exported = [trajectory for stored in store.iter_sessions() for trajectory in stored.trajectories()]
     samples = assemble(exported, group="task").samples
-    for session_id, one in all_of(measures, store).items():
+    for session_id, measured in all_of(measures, store).items():
         rewards = [sample.reward for sample in samples if sample.session_id == session_id]
-        assert one.reward == (None if None in rewards else pytest.approx(np.mean(np.array(rewards, float))))
-        assert list(one.verdicts) == [other.verdict for other in exported if other.session_id == session_id]
+        assert measured.reward == (None if None in rewards else pytest.approx(np.mean(np.array(rewards, float))))
+        assert list(measured.verdicts) == [other.verdict for other in exported if other.session_id == session_id]
 
 
-def test_ratios_are_those_of_the_column(measures: Measures, store: SqliteStore) -> None:
+def test_ratios_match_the_column(measures: Measures, store: SqliteStore) -> None:
     apart: dict[str, list[Any]] = {}
     for stored in store.iter_sessions(per_token=True):
-        values = {one.turn: one.values for one in stored.columns}
+        values = {column.turn: column.values for column in stored.columns}
         for turn in stored.turns:
             if turn.seq in values and turn.finish_reason != "abort":
                 difference = values[turn.seq].astype(np.float64) - turn.logprobs
                 apart.setdefault(turn.weight_version, []).append(difference)
-    found = merged(all_of(measures, store))
-    assert set(apart) == {version for version, one in found.items() if one.ratio.numbers().tokens}
+    tallies = merged(all_of(measures, store))
+    assert set(apart) == {version for version, tally in tallies.items() if tally.ratio.numbers().tokens}
     for version, differences in apart.items():
         together, expected = np.concatenate(differences), logprob_numbers(differences)
-        numbers = found[version].ratio.numbers()
+        numbers = tallies[version].ratio.numbers()
         assert numbers.tokens == len(together)
         assert numbers.k3 == pytest.approx(expected.k3)
         assert numbers.ess_tokens == pytest.approx(
             np.exp(together).sum() ** 2 / (np.exp(2 * together).sum() * len(together))
         )
-        assert found[version].ratio.mean_ratio() == pytest.approx(np.exp(together).mean())
+        assert tallies[version].ratio.mean_ratio() == pytest.approx(np.exp(together).mean())
 
 
-def test_merged_tallies_are_those_of_everything() -> None:
+def test_merged_tallies_match_a_single_tally() -> None:
     parts = [np.array([0.5, -2.0]), np.array([60.0, 61.0]), np.array([-800.0]), np.array([np.nan])]
     whole, merged = NumbersTally(), NumbersTally()
     for part in parts:
-        one = NumbersTally()
-        one.add(part)
-        merged.merge(one)
+        tally = NumbersTally()
+        tally.add(part)
+        merged.merge(tally)
         whole.add(part)
     assert merged.numbers() == whole.numbers()
 
 
-def test_what_time_does_not_suffice_for_is_left(measures: Measures, store: SqliteStore) -> None:
+def test_measuring_stops_at_its_time_limit(measures: Measures, store: SqliteStore) -> None:
     versions = StoreSource(store, "").versions(Listing(limit=100))
     assert measures.measured(versions, 0.0) == ({}, {})
     some = dict(list(versions.items())[:3])
     assert set(measures.measured(some)[0]) == set(some)
-    # What is known takes no time.
+    # Known measures take no time.
     assert set(measures.measured(versions, 0.0)[0]) == set(some)
 
 
 def test_without_a_tokenizer_there_is_no_drift(store: SqliteStore, measures: Measures) -> None:
-    (one,) = (
+    (measured,) = (
         Measures(StoreSource(store, ""), RecordReader())
         .measured(StoreSource(store, "").versions(Listing(session_ids=["s01"])))[0]
         .values()
     )
-    assert one.drift is None
-    assert one.verdicts == ("forked: sibling",)
+    assert measured.drift is None
+    assert measured.verdicts == ("forked: sibling",)
 
 
-def test_an_unreadable_session_leaves_the_others(measures: Measures, store: SqliteStore, tmp_path: Path) -> None:
+def test_unreadable_session_does_not_affect_the_others(measures: Measures, store: SqliteStore, tmp_path: Path) -> None:
     corrupt(tmp_path / "data", "s03")
     source = StoreSource(store, "")
-    found, unreadable = measures.measured(source.versions(Listing(limit=100)))
-    assert len(found) == SESSIONS - 1
+    measured, unreadable = measures.measured(source.versions(Listing(limit=100)))
+    assert len(measured) == SESSIONS - 1
     assert list(unreadable) == ["s03"]
     assert "'s03'" in unreadable["s03"]
 
@@ -155,16 +156,16 @@ def test_logprobs_that_no_trainer_computes_have_no_ratio(
         make_turn("s", 0, sampled_from=plain, logprobs_of=recorded),
         make_turn("t", 0, sampled_from=plain, logprobs_of=plain),
     ]
-    columns = [TurnColumn(one.session_id, 0, "trainer_logprobs", one.logprobs, 1.0) for one in turns]
-    asyncio.run(store.write(SETUP, *(SessionInfo(one, 1.0) for one in "st"), *turns, *columns))
+    columns = [TurnColumn(turn.session_id, 0, "trainer_logprobs", turn.logprobs, 1.0) for turn in turns]
+    asyncio.run(store.write(SETUP, *(SessionInfo(session_id, 1.0) for session_id in "st"), *turns, *columns))
     (tally,) = merged(all_of(Measures(StoreSource(store, ""), RecordReader()), store)).values()
     assert tally.ratio.numbers().tokens == len(turns[1].completion_ids)
-    ((said, times),) = tally.not_comparable.items()
-    assert (said.startswith(why), times) == (True, 1)
+    ((message, times),) = tally.not_comparable.items()
+    assert (message.startswith(why), times) == (True, 1)
 
 
-def test_branches_of_equal_reward_have_this_mean(store: SqliteStore) -> None:
+def test_mean_of_branches_with_equal_rewards_is_that_reward(store: SqliteStore) -> None:
     turns = [make_turn("s", seq, fork="sibling" if seq else None) for seq in range(3)]
     asyncio.run(store.write(SETUP, SessionInfo("s", 1.0), *turns, Reward("s", None, 0.1, 9.0)))
-    (one,) = all_of(Measures(StoreSource(store, ""), RecordReader()), store).values()
-    assert (len(one.verdicts), one.reward) == (3, 0.1)
+    (measured,) = all_of(Measures(StoreSource(store, ""), RecordReader()), store).values()
+    assert (len(measured.verdicts), measured.reward) == (3, 0.1)

@@ -20,7 +20,7 @@ from tokentape.viewer._notebook import shown_with
 
 
 class Page(HTMLParser):
-    """Every element with its attributes, and all text outside of styles."""
+    """Collects every element with its attributes, and all text outside of styles."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def trajectory_of(renderer: Renderer, prompt: str, completion: str) -> Trajector
         completion_ids=np.array(sampled, np.int32),
         logprobs=np.linspace(-9, 0, len(sampled), dtype=np.float32),
     )
-    (one,) = trajectories(Session(SessionInfo("<b>s</b>", 1.0), [turn]))
-    return one
+    (trajectory,) = trajectories(Session(SessionInfo("<b>s</b>", 1.0), [turn]))
+    return trajectory
 
 
 CERTIFICATE = Certificate(
@@ -76,10 +76,15 @@ CERTIFICATE = Certificate(
 
 
 def test_a_trajectory_alone_is_a_table() -> None:
-    (one,) = trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2)))
-    page = Page(one._repr_html_())
+    (trajectory,) = trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2)))
+    page = Page(trajectory._repr_html_())
     assert [tag for tag, _ in page.elements].count("tr") == 7
-    for shown in (one.verdict, str(len(one.token_ids)), str(int(one.loss_mask.sum())), "shown_with"):
+    for shown in (
+        trajectory.verdict,
+        str(len(trajectory.token_ids)),
+        str(int(trajectory.loss_mask.sum())),
+        "shown_with",
+    ):
         assert shown in page.text
 
 
@@ -91,11 +96,11 @@ def test_with_a_tokenizer_it_shows_text_with_whole_characters(renderer: Renderer
 
 
 @pytest.mark.parametrize("html", ["text", "trajectory", "certificate"])
-def test_what_others_wrote_stays_text(renderer: Renderer, html: str) -> None:
-    one = replace(trajectory_of(renderer, HOSTILE, HOSTILE), session_id=HOSTILE, verdict=HOSTILE)
+def test_foreign_text_is_escaped(renderer: Renderer, html: str) -> None:
+    trajectory = replace(trajectory_of(renderer, HOSTILE, HOSTILE), session_id=HOSTILE, verdict=HOSTILE)
     shown = {
-        "text": shown_with(one, renderer.tokenizer),
-        "trajectory": one,
+        "text": shown_with(trajectory, renderer.tokenizer),
+        "trajectory": trajectory,
         "certificate": replace(CERTIFICATE, generation_prompt=HOSTILE),
     }
     written = shown[html]._repr_html_()  # type: ignore[attr-defined]
@@ -110,17 +115,17 @@ def test_nothing_is_loaded_or_run(renderer: Renderer) -> None:
     assert not re.search(r"<script|https?:|url\(|@import|\son\w+=", written)
 
 
-def test_a_long_trajectory_is_cut_in_its_middle(renderer: Renderer) -> None:
-    one = trajectory_of(renderer, "word " * 5000, "end")
-    written = shown_with(one, renderer.tokenizer)._repr_html_()
+def test_long_trajectory_is_shortened_in_the_middle(renderer: Renderer) -> None:
+    trajectory = trajectory_of(renderer, "word " * 5000, "end")
+    written = shown_with(trajectory, renderer.tokenizer)._repr_html_()
     page = Page(written)
     assert sum(tag == "span" for tag, _ in page.elements) == 1600
-    assert f"⋯ {len(one.token_ids) - 1600:,} tokens ⋯" in page.text
+    assert f"⋯ {len(trajectory.token_ids) - 1600:,} tokens ⋯" in page.text
     assert page.text.rstrip().endswith("end")
     assert len(written) < 200_000
 
 
-def test_a_certificate_tells_what_holds_and_what_does_not() -> None:
+def test_certificate_shows_passed_and_failed_properties() -> None:
     page = Page(CERTIFICATE._repr_html_())
     for word in (
         "Hermes JSON",

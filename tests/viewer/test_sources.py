@@ -1,4 +1,4 @@
-"""Sessions to look at, from a store and from files: what is found, in which order, and what is shown of each."""
+"""Sessions for the viewer, from a store and from files: listing, order and details."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokentape.viewer._source import FileSource, StoreSource, ViewerSource
 
 
 def fill(store: SqliteStore) -> None:
-    """Write `forked` of alice with branches 0-1 and 0-2, `long` with four turns, `aborted` with one, `Zoë` empty."""
+    """Write `forked` of alice with branches 0-1 and 0-2, `long` of four turns, `aborted` of one turn, `Zoë` empty."""
     first, second = make_chain("forked", 2)
     other = make_turn("forked", 2, first, fork="branched")
     cut = make_turn("aborted", 0, finish_reason="abort", abort_cause="client_left")
@@ -51,25 +51,32 @@ def stored(store: SqliteStore) -> StoreSource:
 
 @pytest.fixture(scope="module", params=["parquet", "jsonl"])
 def filed(request: pytest.FixtureRequest, store: SqliteStore, tmp_path_factory: pytest.TempPathFactory) -> FileSource:
-    """The same sessions in a file: those that have trajectories."""
+    """Write the sessions with trajectories to a file."""
     path = tmp_path_factory.mktemp("file") / f"all.{request.param}"
     views = map(StoreSource(store, "").load, ("forked", "long"))
-    found = [one for view in views for one in view.exported()]
-    write_parquet(found, path) if request.param == "parquet" else write_jsonl(found, path)
+    exported = [trajectory for view in views for trajectory in view.exported()]
+    write_parquet(exported, path) if request.param == "parquet" else write_jsonl(exported, path)
     return FileSource(path)
 
 
-def names(source: ViewerSource, wanted: Listing) -> list[str]:
-    return [one.info.session_id for one in source.page(wanted).sessions]
+def names(source: ViewerSource, listing: Listing) -> list[str]:
+    return [session.info.session_id for session in source.page(listing).sessions]
 
 
-def test_newest_sessions_come_first_with_what_was_counted(stored: StoreSource) -> None:
+def test_newest_sessions_come_first_with_their_counts(stored: StoreSource) -> None:
     page = stored.page(Listing())
     assert page.total == 4
-    assert [one.info.session_id for one in page.sessions] == ["Zoë", "aborted", "long", "forked"]
+    assert [session.info.session_id for session in page.sessions] == ["Zoë", "aborted", "long", "forked"]
     counted = {
-        one.info.session_id: (one.turns, one.forks, one.aborted, one.tokens, one.sampled_tokens, one.reward)
-        for one in page.sessions
+        session.info.session_id: (
+            session.turns,
+            session.forks,
+            session.aborted,
+            session.tokens,
+            session.sampled_tokens,
+            session.reward,
+        )
+        for session in page.sessions
     }
     assert counted == {
         "Zoë": (0, 0, 0, 0, 0, None),
@@ -81,7 +88,7 @@ def test_newest_sessions_come_first_with_what_was_counted(stored: StoreSource) -
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("listing", "expected"),
     [
         (Listing(sort="turns"), ["long", "forked", "aborted", "Zoë"]),
         (Listing(sort="turns", descending=False), ["Zoë", "aborted", "forked", "long"]),
@@ -118,23 +125,29 @@ def test_newest_sessions_come_first_with_what_was_counted(stored: StoreSource) -
         (Listing(limit=2, offset=3), ["forked"]),
     ],
 )
-def test_sessions_are_filtered_and_sorted(stored: StoreSource, wanted: Listing, expected: list[str]) -> None:
-    assert names(stored, wanted) == expected
+def test_sessions_are_filtered_and_sorted(stored: StoreSource, listing: Listing, expected: list[str]) -> None:
+    assert names(stored, listing) == expected
 
 
-def test_a_page_tells_how_many_there_are_in_all(stored: StoreSource) -> None:
+def test_page_contains_the_total_number_of_sessions(stored: StoreSource) -> None:
     assert stored.page(Listing(owner="bob", limit=1)).total == 2
 
 
-def test_a_file_lists_what_a_store_does_of_sessions_with_trajectories(filed: FileSource) -> None:
+def test_file_lists_the_same_sessions_with_trajectories_as_a_store(filed: FileSource) -> None:
     assert names(filed, Listing()) == ["long", "forked"]
-    one = filed.page(Listing(search="fork")).sessions[0]
-    assert (one.turns, one.forks, one.tokens, one.sampled_tokens, one.reward) == (3, 1, 24, 12, 0.25)
-    assert one.info.metadata == {"task": "Sums"}
+    session = filed.page(Listing(search="fork")).sessions[0]
+    assert (session.turns, session.forks, session.tokens, session.sampled_tokens, session.reward) == (
+        3,
+        1,
+        24,
+        12,
+        0.25,
+    )
+    assert session.info.metadata == {"task": "Sums"}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("listing", "expected"),
     [
         (Listing(sort="turns", descending=False), ["forked", "long"]),
         (Listing(sort="reward"), ["long", "forked"]),
@@ -154,8 +167,8 @@ def test_a_file_lists_what_a_store_does_of_sessions_with_trajectories(filed: Fil
         (Listing(limit=1, offset=1), ["forked"]),
     ],
 )
-def test_a_file_is_filtered_and_sorted_alike(filed: FileSource, wanted: Listing, expected: list[str]) -> None:
-    assert names(filed, wanted) == expected
+def test_file_is_filtered_and_sorted_like_a_store(filed: FileSource, listing: Listing, expected: list[str]) -> None:
+    assert names(filed, listing) == expected
 
 
 def test_a_file_shows_the_trajectories_bit_for_bit(filed: FileSource, store: SqliteStore) -> None:
@@ -163,17 +176,19 @@ def test_a_file_shows_the_trajectories_bit_for_bit(filed: FileSource, store: Sql
     assert bits(shown) == bits(tuple(StoreSource(store, "").load("forked").exported()))
 
 
-def test_a_file_shows_what_nobody_sampled(store: SqliteStore, tmp_path: Path) -> None:
+def test_file_shows_tokens_that_were_not_sampled(store: SqliteStore, tmp_path: Path) -> None:
     path = tmp_path / "sft.parquet"
-    (one,) = store.load_session("long").trajectories()
-    write_parquet([replace(one, logprobs=np.where(one.loss_mask, np.float32(np.nan), one.logprobs))], path)
+    (trajectory,) = store.load_session("long").trajectories()
+    write_parquet(
+        [replace(trajectory, logprobs=np.where(trajectory.loss_mask, np.float32(np.nan), trajectory.logprobs))], path
+    )
     view = FileSource(path).load("long")
     about, arrays = views.trajectory(view, view.trajectories[0], None)
     assert [turn["mean_logprob"] for turn in about["turns"]] == [None] * 4
-    assert np.isnan(arrays["logprobs"][one.loss_mask]).all()
+    assert np.isnan(arrays["logprobs"][trajectory.loss_mask]).all()
 
 
-def test_a_file_shows_the_tree_that_its_paths_make(filed: FileSource, store: SqliteStore) -> None:
+def test_file_shows_the_tree_of_its_paths(filed: FileSource, store: SqliteStore) -> None:
     expected = StoreSource(store, "").load("forked").turns
     unknown = dict.fromkeys(("stop", "abort_cause", "engine", "created_at", "digest"))
     assert filed.load("forked").turns == tuple(replace(node, **unknown) for node in expected)
@@ -194,14 +209,14 @@ def test_unknown_sessions_are_not_found(stored: StoreSource, filed: FileSource) 
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.txt"])
-def test_what_is_no_file_of_trajectories_is_refused(tmp_path: Path, name: str) -> None:
+def test_files_without_trajectories_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("hello\n")
     with pytest.raises(InvalidRequest):
         FileSource(path)
 
 
-def test_a_version_changes_with_everything_that_is_shown(tmp_path: Path) -> None:
+def test_version_changes_with_every_shown_value(tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path) as store:
         fill(store)
         check_versions(StoreSource(store, "store"), store)

@@ -1,4 +1,4 @@
-"""What the page is made of: nothing from elsewhere, no markup out of text."""
+"""The files of the page: nothing from other hosts, no markup from text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_nothing_is_loaded_from_elsewhere(path: Path) -> None:
+def test_page_loads_nothing_from_other_hosts(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^\s\"'`)]+", text)) <= {"http://www.w3.org/2000/svg"}
     assert "@import" not in text
@@ -24,7 +24,7 @@ def test_nothing_is_loaded_from_elsewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_make_no_markup_or_code_out_of_text(path: Path) -> None:
+def test_scripts_do_not_turn_text_into_markup_or_code(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for word in (
         "innerHTML",
@@ -40,13 +40,13 @@ def test_scripts_make_no_markup_or_code_out_of_text(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_the_key_never_gets_into_an_address(path: Path) -> None:
+def test_key_is_never_part_of_an_address(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"searchParams\.set\([^)]*key", text, re.IGNORECASE)
     assert "localStorage.setItem(KEY" not in text
 
 
-def test_the_page_has_no_script_or_style_of_its_own() -> None:
+def test_page_has_no_inline_script_or_style() -> None:
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL) == [""]
     assert "<style" not in page

@@ -39,7 +39,9 @@ def atif_document(
         before = len(steps)
         for message in turn.messages:
             _add(steps, message)
-        steps.append({"source": "agent", **_said(turn.reply), **_sampled(turn, branch.token_ids[:start].tolist())})
+        steps.append(
+            {"source": "agent", **_message_fields(turn.reply), **_sampled(turn, branch.token_ids[:start].tolist())}
+        )
         if turn.seq in earlier:
             for step in steps[before:]:
                 step["is_copied_context"] = True
@@ -67,7 +69,7 @@ def _add(steps: list[dict[str, Any]], message: Message) -> None:
     """Append a request's message: a tool's result to the step that called the tool, any other message as a step."""
     if message["role"] != "tool":
         # ATIF allows reasoning and tool calls only in agent steps.
-        fields = _said(message) if message["role"] == "assistant" else {"message": _text(message)}
+        fields = _message_fields(message) if message["role"] == "assistant" else {"message": _text(message)}
         steps.append({"source": _SOURCES.get(message["role"], "user"), **fields})
         return
     call_id = message.get("tool_call_id")
@@ -80,7 +82,7 @@ def _add(steps: list[dict[str, Any]], message: Message) -> None:
     results.append({"source_call_id": call_id, "content": _text(message)})
 
 
-def _said(message: Message) -> dict[str, Any]:
+def _message_fields(message: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {"message": _text(message)}
     if reasoning := reasoning_of(message):
         fields["reasoning_content"] = reasoning

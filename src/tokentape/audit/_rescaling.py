@@ -109,7 +109,7 @@ def _truncated(
 def recorded_rules(
     trajectory: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None, adapter: str | None = None
 ) -> list[Rule | str]:
-    """Return for each turn the rule behind its logprobs, or why scores by `adapter` can't be compared with them."""
+    """Return for each turn the rule of its logprobs, or why scores by `adapter` can't be compared with them."""
     turns = zip(trajectory.turns, trajectory.logprobs_of, trajectory.adapters, strict=True)
     return [other_adapter(own, adapter) or _rule(of, (sampling or {}).get(turn)) for turn, of, own in turns]
 

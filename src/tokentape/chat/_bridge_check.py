@@ -121,8 +121,8 @@ class _RealRendering:
         text = self._suffix or self._text
         shared = common_suffix(text, bridge)
         spell = self._renderer.tokenizer.spell_marks
-        expected, found = (spell(string[: len(string) - shared])[-_SHOWN:] for string in (text, bridge))
-        return BridgeCheck("differs", expected=expected, found=found)
+        expected, actual = (spell(string[: len(string) - shared])[-_SHOWN:] for string in (text, bridge))
+        return BridgeCheck("differs", expected=expected, found=actual)
 
     def separates_content_and_calls(self, added: PromptTokens) -> str:
         """Say how the template separates or drops a turn's content or calls; empty if it keeps both in the turn."""

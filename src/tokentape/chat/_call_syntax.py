@@ -179,7 +179,7 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         text = render([QUESTION, shape.message("", calls)], False)
         return text[common_prefix(text, prompt) :].replace(PROBE_ID, ID).replace(OTHER_PROBE_ID, ID)
 
-    syntax = _read_one_call(region(first))
+    syntax = _read_single_call(region(first))
     if syntax is not None and syntax.style == "tagged":
         syntax = _split_arguments(syntax, region(shape.probe(NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
         if syntax is not None:
@@ -218,7 +218,7 @@ def common_suffix(a: str, b: str) -> int:
     return n - 1 if n and "\udc00" <= a[len(a) - n] <= "\udfff" else n
 
 
-def _read_one_call(region: str) -> CallSyntax | None:
+def _read_single_call(region: str) -> CallSyntax | None:
     """Return the syntax of the only call in `region`, with all text before and after the call as `open` and `close`."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
     arguments = _json_around(region, key, {KEY: VALUE})

@@ -220,7 +220,7 @@ def provenance_of_characters(edged: str, length: int) -> Codes:
     return codes
 
 
-def edges_found(edged: str) -> int:
+def edged_text_count(edged: str) -> int:
     """Count the callers' texts in a rendering with edge markers, except the assistant's."""
     return sum(code != Provenance.ASSISTANT for code, _, _ in _edged_texts(edged))
 

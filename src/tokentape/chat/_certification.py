@@ -231,15 +231,15 @@ def _shown(message: Message, turn: str) -> Message:
 
 def _difference(message: Message, reply: Reply) -> str | None:
     """Describe how the parsed reply differs from the message; None if it does not. Outer white space is ignored."""
-    wanted_calls = [
+    expected_calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
     ]
-    found_calls = [(call.name, call.arguments) for call in reply.tool_calls if call.status == "ok"]
-    if len(wanted_calls) != len(found_calls):
-        return f"{len(wanted_calls)} calls were written, {len(found_calls)} found"
-    for (name, arguments), (found_name, found_arguments) in zip(wanted_calls, found_calls, strict=True):
-        if name != found_name or arguments != json.loads(found_arguments):
-            return f"a call of {name} with {json.dumps(arguments)} came back as {found_name} with {found_arguments}"
+    parsed_calls = [(call.name, call.arguments) for call in reply.tool_calls if call.status == "ok"]
+    if len(expected_calls) != len(parsed_calls):
+        return f"{len(expected_calls)} calls were written, {len(parsed_calls)} found"
+    for (name, arguments), (parsed_name, parsed_arguments) in zip(expected_calls, parsed_calls, strict=True):
+        if name != parsed_name or arguments != json.loads(parsed_arguments):
+            return f"a call of {name} with {json.dumps(arguments)} came back as {parsed_name} with {parsed_arguments}"
     if (message.get("content") or "").strip() != reply.content.strip():
         return f"content came back as {reply.content!r}"
     if (message.get("reasoning_content") or "").strip() != reply.reasoning.strip():

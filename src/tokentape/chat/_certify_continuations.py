@@ -69,15 +69,15 @@ class Continuations:
                 rewritten[clean] = reason, conversation.messages
         if not tried:
             return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
-        for clean, found in self._rarely_rewritten(name) if True not in rewritten else ():
-            rewritten.setdefault(clean, found)
+        for clean, rewriting in self._rarely_rewritten(name) if True not in rewritten else ():
+            rewritten.setdefault(clean, rewriting)
             if clean:
                 break
         if strategy in ("local", "contextual"):
-            depends, found_rewritten = self._under_words(name, shortest)
+            depends, rewritten_by_words = self._under_words(name, shortest)
             strategy = "contextual" if depends else strategy
-            if found_rewritten is not None:
-                rewritten.setdefault(True, found_rewritten)
+            if rewritten_by_words is not None:
+                rewritten.setdefault(True, rewritten_by_words)
         if not rewritten:
             return Continuation(name, strategy, append_only="yes", tried=tried, reason="", ends=tuple(ends))
         clean = True in rewritten
@@ -163,8 +163,8 @@ class Continuations:
                 try:
                     suffix = self._suffix(usual)
                     depends = depends or self._local_or_contextual(usual, suffix) != "local"
-                    said, said_words = (usual._replace(reply=turn) for turn in (speaking, with_words))
-                    depends = depends or self._suffix(said) != self._suffix(said_words)
+                    spoken, spoken_with_words = (usual._replace(reply=turn) for turn in (speaking, with_words))
+                    depends = depends or self._suffix(spoken) != self._suffix(spoken_with_words)
                     for turn in (reply, thinking) if rewritten is None else ():
                         note(usual._replace(reply=turn), suffix)
                     # The template may count the messages with these words, or look for a part of them that is in `new`.
@@ -176,8 +176,10 @@ class Continuations:
                 if depends and rewritten is not None:
                     return depends, rewritten
             # In a new message, the words may change the text before that message.
-            said_by = [(*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)]
-            for later, turn in itertools.product(said_by, (reply, thinking)) if rewritten is None else ():
+            changed_messages = [
+                (*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)
+            ]
+            for later, turn in itertools.product(changed_messages, (reply, thinking)) if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
                     conversation = Conversation(shortest, turn, later)
                     note(conversation, self._suffix(conversation))

@@ -103,8 +103,8 @@ def _turn(content: str | None, calls: Sequence[dict[str, Any]] = (), reasoning: 
     return message
 
 
-_ONE = call(1, {"place": "here"})
-_TWO = call(2, {"place": "there"})
+_CALL = call(1, {"place": "here"})
+_SECOND_CALL = call(2, {"place": "there"})
 _EVERY_TYPE = {
     "place": "42",
     "count": -3,
@@ -136,10 +136,10 @@ TURNS: Mapping[str, Message] = {
     "unicode": _turn("réponse 日本語 🫠 é́ \u200b end"),
     "code": _turn('```python\nif a < b and "x" in {1: [2]}:\n\tpass\n```'),
     "reasoning": _turn("An answerword.", reasoning="A thoughtword.\nMore."),
-    "call": _turn("", [_ONE]),
-    "content and call": _turn("An answerword.", [_ONE]),
-    "reasoning and call": _turn("", [_ONE], "A thoughtword."),
-    "parallel calls": _turn("", [_ONE, _TWO]),
+    "call": _turn("", [_CALL]),
+    "content and call": _turn("An answerword.", [_CALL]),
+    "reasoning and call": _turn("", [_CALL], "A thoughtword."),
+    "parallel calls": _turn("", [_CALL, _SECOND_CALL]),
     "no arguments": _turn("", [call(1, {})]),
     "typed arguments": _turn("", [call(1, _EVERY_TYPE)]),
     "null argument": _turn("", [call(1, {"place": None, "count": 3})]),
@@ -148,15 +148,15 @@ TURNS: Mapping[str, Message] = {
     "quotes in an argument": _turn("", [call(1, {"place": 'say("it\'s", f=\'x\', g="y")'})]),
 }
 
-THREE_CALLS = _turn("", [_ONE, _TWO, call(3, {"place": "nowhere"})])
+THREE_CALLS = _turn("", [_CALL, _SECOND_CALL, call(3, {"place": "nowhere"})])
 """For templates that count calls: the text between the first two calls may differ from that between the next two."""
 
 _ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
-_CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"], _turn(None, [_ONE]))
+_CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"], _turn(None, [_CALL]))
 _CALLING_TWICE = (
     TURNS["parallel calls"],
-    _turn("An answerword.", [_ONE, _TWO], "A thoughtword."),
-    _turn(None, [_ONE, _TWO]),
+    _turn("An answerword.", [_CALL, _SECOND_CALL], "A thoughtword."),
+    _turn(None, [_CALL, _SECOND_CALL]),
 )
 
 _RESULT, _SECOND = result(1, " a resultword\n"), result(2, "another {resultword}")

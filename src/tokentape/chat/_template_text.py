@@ -16,7 +16,7 @@ from tokentape.chat._caller_text import (
     Escaper,
     TemplateLiterals,
     Text,
-    edges_found,
+    edged_text_count,
     provenance_of_characters,
     template_literals,
     texts_of,
@@ -312,7 +312,7 @@ class TemplateText:
         It is not an error if the template drops texts for other reasons: the ids should be the template's.
         """
         with_text = [message for message in plain if _text_count(message)]
-        if edges_found(edged) >= sum(map(_text_count, with_text)):
+        if edged_text_count(edged) >= sum(map(_text_count, with_text)):
             return
         for role in dict.fromkeys(message["role"] for message in with_text if message["role"] != "tool"):
             message = {"role": role, "content": CONTENT}
@@ -338,7 +338,7 @@ class TemplateText:
         A template may drop the content, or write it before the turn (Mistral v3, if a system message comes last).
         """
         with_text = [n for n, message in enumerate(new) if _text_count(message)]
-        if edges_found(edges) >= sum(map(_text_count, new)):
+        if edged_text_count(edges) >= sum(map(_text_count, new)):
             return
         for n in with_text:
             content = new[n]["content"]

@@ -49,8 +49,8 @@ def audit(
     agree, 1 if they don't, 3 if nothing could be compared. Downloads nothing and runs no code from model folders.
     """
     both = json_object(kwargs, "--kwargs")
-    given_a = {**both, **json_object(kwargs_a, "--kwargs-a")}
-    given_b = {**both, **json_object(kwargs_b, "--kwargs-b")}
+    kwargs_of_a = {**both, **json_object(kwargs_a, "--kwargs-a")}
+    kwargs_of_b = {**both, **json_object(kwargs_b, "--kwargs-b")}
     if date is not None:
         try:
             calendar_date.fromisoformat(date)
@@ -67,8 +67,8 @@ def audit(
                 a,
                 b,
                 corpus=corpus or (),
-                options_a=BackendOptions(template_a, given_a, date, api_key),
-                options_b=BackendOptions(template_b, given_b, date, api_key),
+                options_a=BackendOptions(template_a, kwargs_of_a, date, api_key),
+                options_b=BackendOptions(template_b, kwargs_of_b, date, api_key),
                 workers=workers,
                 progress=status.update,
             )

@@ -84,8 +84,8 @@ def check_logprobs(
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
         forward = None if model is None or not needs_model else open_forward(model, dtype, weights)
-        found_tokenizer = served_tokenizer(source.served_model()) if model is None else Tokenizer.load(model)
-        tokenizer = None if isinstance(found_tokenizer, str) else found_tokenizer
+        loaded_tokenizer = served_tokenizer(source.served_model()) if model is None else Tokenizer.load(model)
+        tokenizer = None if isinstance(loaded_tokenizer, str) else loaded_tokenizer
         with working("comparing"):
             report = check(
                 source.trajectories(),
@@ -106,8 +106,10 @@ def check_logprobs(
         value = {"ok": not failures, "failures": by_channel, **asdict(report)}
         print_json(value if again is None else {**value, "if_rerendered": again})
     elif file_format != "text":
-        found_each = [CiFinding(channel, "error", channel, what) for channel, what in failures]
-        case = CiCase("logprobs", found_each, details=[*(f"{c}: {what}" for c, what in failures), *_lines(report)])
+        channel_findings = [CiFinding(channel, "error", channel, what) for channel, what in failures]
+        case = CiCase(
+            "logprobs", channel_findings, details=[*(f"{c}: {what}" for c, what in failures), *_lines(report)]
+        )
         typer.echo(ci_report(file_format, "tokentape check-logprobs", location, _RULES, [case]))
     else:
         for line in (*_lines(report), *(() if again is None else _rerendered_lines(again))):

@@ -88,13 +88,13 @@ def export(
     unnamed = file_format is None
     file_format = file_format or ("jsonl" if output.suffix == ".jsonl" else "parquet")
     if file_format in ("parquet", "jsonl", "atif"):
-        for param, is_given in (("group", group is not None), ("skip_refused", skip_refused)):
-            if is_given:
+        for param, is_set in (("group", group is not None), ("skip_refused", skip_refused)):
+            if is_set:
                 name = param.replace("_", "-")
                 raise InvalidRequest(f"--{name} works only with a trainer format, such as --format verl", param)
-    verdicts, wanted_roles = _entries(verdict), _entries(roles)
+    verdicts, role_names = _entries(verdict), _entries(roles)
     check_verdicts(verdicts or ())
-    check_roles(wanted_roles or ())
+    check_roles(role_names or ())
     counts = ExportCounts()
     refused: dict[str, str] = {}
     refuse_output(output)
@@ -112,9 +112,7 @@ def export(
         if wait_checks and (unchecked := _wait(store, session)):
             typer.echo(f"{unchecked} bridges are still unchecked: is the gateway running?", err=True)
         extra = store.extra_names(session or None)
-        trajectories = exported(
-            with_progress(), extra, verdicts, counts, unread=unread, store=store, roles=wanted_roles
-        )
+        trajectories = exported(with_progress(), extra, verdicts, counts, unread=unread, store=store, roles=role_names)
         with durable_file(output) as file:
             if file_format == "jsonl":
                 write_jsonl(trajectories, file)

@@ -172,11 +172,11 @@ def create_session(session_id: str | None, **options: Mapping[str, Any] | None) 
     `options` are its metadata, pins and defaults. If only an id is passed, the session may exist.
     """
     name = session_id or secrets.token_hex(16)
-    given = {key: dict(value) for key, value in options.items() if value is not None}
-    body: dict[str, Any] = {"session_id": name, **given}
+    set_options = {key: dict(value) for key, value in options.items() if value is not None}
+    body: dict[str, Any] = {"session_id": name, **set_options}
     # After a lost response, a session with this id and these options is the one that the request created.
     again = msgspec.json.encode({**body, "exist_ok": True})
-    named_only = session_id is not None and not given
+    named_only = session_id is not None and not set_options
 
     def settle(error: TokentapeError, repeated: bool) -> str:
         if isinstance(error, Conflict) and named_only:

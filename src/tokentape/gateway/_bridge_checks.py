@@ -151,7 +151,7 @@ class BridgeChecks:
     def _offer(self, job: _Job, *, again: bool = False) -> None:
         # A check offered after `close` stays pending, so that the next gateway runs it.
         if not self._thread.offer(job) and not again and not self._thread.closed:
-            self._found(job, BridgeCheck("unknown", "the check queue was full"))
+            self._record_result(job, BridgeCheck("unknown", "the check queue was full"))
 
     def _check(self, job: _Job) -> None:
         try:
@@ -160,9 +160,9 @@ class BridgeChecks:
             # The exception's text may quote the conversation.
             result = BridgeCheck("unknown", f"the check failed ({type(error).__name__})")
         if not job.loop.is_closed():
-            job.loop.call_soon_threadsafe(self._found, job, result)
+            job.loop.call_soon_threadsafe(self._record_result, job, result)
 
-    def _found(self, job: _Job, result: BridgeCheck) -> None:
+    def _record_result(self, job: _Job, result: BridgeCheck) -> None:
         self._metrics.bridge_checks.labels(result.outcome).inc()
         body: dict[str, Any] = {"continuation": job.body["continuation"], "outcome": result.outcome}
         if result.detail:

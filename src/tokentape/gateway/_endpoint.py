@@ -193,7 +193,7 @@ class Endpoint:
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
-            given=pins.given_in(parsed),
+            set_parameters=pins.parameters_set_in(parsed),
             client_session=None if hint is None or hint == line.session_id else hint[:128],
             client=client_headers(request.scope["headers"], line.session_id),
         )

@@ -52,7 +52,7 @@ class TurnRequest(Struct, frozen=True):
     template_kwargs: Mapping[str, object]
     sampling: SamplingParams
     """`max_tokens` 0 means as many tokens as fit. `stop_token_ids` are added to the model's own stop ids."""
-    given: frozenset[str] = frozenset()
+    set_parameters: frozenset[str] = frozenset()
     """The parameters in `pins.NAMES` that the caller set."""
     overridden: Overridden = field(default_factory=dict)
     """Parameters set by the caller that `Pins` replaced in `sampling`."""

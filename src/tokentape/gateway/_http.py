@@ -103,7 +103,7 @@ def read_as(value: Any, kind: type[_T], where: str = "") -> _T:
             # msgspec quotes the value, which is the caller's text.
             reason = f"this value is not allowed{_allowed(kind, field)}"
         elif "` of length " in reason or re.search("[<>]=? [-0-9.e+]+$", reason):
-            reason += _found(value, field)
+            reason += _value_text(value, field)
         path = f"{where}.{field}".strip(".")
         raise InvalidRequest(f"{path or 'the body'}: {reason}", param_of(path) or None) from None
 
@@ -113,7 +113,7 @@ def param_of(path: str) -> str:
     return re.split(r"[.\[]", path)[0]
 
 
-def _found(value: Any, where: str) -> str:
+def _value_text(value: Any, where: str) -> str:
     """Return the end of an error about a number or a length that is out of range."""
     if "..." in where:
         # The path does not have the keys of dicts.

@@ -24,7 +24,7 @@ Format: TypeAlias = Literal["text", "json"]
 
 _OURS = "tokentape"
 
-_SAID_BY_THE_CALLER = "Application startup failed. Exiting."
+_REDUNDANT_MESSAGE = "Application startup failed. Exiting."
 """uvicorn's log line that is dropped, because the caller of `serve` prints the cause."""
 
 
@@ -37,7 +37,7 @@ def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: For
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
-    handler.addFilter(lambda record: record.msg != _SAID_BY_THE_CALLER)
+    handler.addFilter(lambda record: record.msg != _REDUNDANT_MESSAGE)
     root, ours = logging.getLogger(), logging.getLogger(_OURS)
     before = root.handlers, root.level, ours.level, logging.raiseExceptions
     root.handlers = [handler]

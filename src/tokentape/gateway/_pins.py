@@ -97,18 +97,18 @@ class Pins:
             if field not in engine.sampling and value != getattr(plain, field):
                 raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
 
-    def applied(self, sampling: SamplingParams, given: Collection[str]) -> tuple[SamplingParams, Overridden]:
-        """Apply pins and defaults to `sampling`, in which the caller has set the parameters `given`.
+    def applied(self, sampling: SamplingParams, set_parameters: Collection[str]) -> tuple[SamplingParams, Overridden]:
+        """Apply pins and defaults to `sampling`, in which the caller has set `set_parameters`.
 
         Return the new parameters, and the caller's values that pins have overridden.
         """
-        used = {**{name: value for name, value in self.defaults.items() if name not in given}, **self.pinned}
-        requested = {name: getattr(sampling, _FIELDS.get(name, name)) for name in self.pinned if name in given}
+        used = {**{name: value for name, value in self.defaults.items() if name not in set_parameters}, **self.pinned}
+        requested = {name: getattr(sampling, _FIELDS.get(name, name)) for name in self.pinned if name in set_parameters}
         params = replace(sampling, **{_FIELDS.get(name, name): value for name, value in used.items()})
         return params, {name: (value, used[name]) for name, value in requested.items() if value != used[name]}
 
 
-def given_in(body: Mapping[str, Any]) -> frozenset[str]:
+def parameters_set_in(body: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters in `NAMES` that a request body sets, under the name in any wire API."""
     names = [_IN_BODIES.get(name, name) for name, value in body.items() if value is not None]
     return frozenset(NAMES).intersection(names)

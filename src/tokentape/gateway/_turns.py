@@ -227,7 +227,7 @@ class Turns:
             session, attempt = opened.session, request.attempt
             pins = self.pins.with_session(session.info.metadata)
             if pins.pinned or pins.defaults:
-                sampling, overridden = pins.applied(request.sampling, request.given)
+                sampling, overridden = pins.applied(request.sampling, request.set_parameters)
                 request = structs.replace(request, sampling=sampling, overridden=overridden)
             if attempt is not None and (call := opened.call_in_flight(attempt)) is not None:
                 return call.follow()

@@ -90,7 +90,7 @@ def list_page(connection: Connection, listing: Listing) -> ListedPage:
     ordered = [position] if listing.sort == "created" else [order, position]
     chosen = select(table.c.position).where(*conditions).order_by(*ordered).limit(listing.limit).offset(listing.offset)
     positions = list(connection.execute(chosen).scalars())
-    chosen_sessions = {one.position: one for one in summaries(connection, table.c.position.in_(positions))}
+    chosen_sessions = {summary.position: summary for summary in summaries(connection, table.c.position.in_(positions))}
     return ListedPage(total, tuple(chosen_sessions[position] for position in positions))
 
 

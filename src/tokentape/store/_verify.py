@@ -164,7 +164,7 @@ class _Check:
         """Run all checks. Yield each session's head, in order of creation."""
         sizes: list[tuple[str, int]] = []
         other_version: StoreError | None = None
-        with self._damage_found(), self._one_state() as connection:
+        with self._damage_as_findings(), self._read_snapshot() as connection:
             try:
                 schema.check(connection)
             except StoreCorrupt:
@@ -189,7 +189,7 @@ class _Check:
             yield from (head for head in heads if head.parts)
             for session_id in () if heads else chunk:
                 head = SessionHead(session_id)
-                with self._damage_found(session_id), self._one_state() as connection:
+                with self._damage_as_findings(session_id), self._read_snapshot() as connection:
                     self._check_session(connection, head)
                 if head.parts:
                     yield head
@@ -199,7 +199,7 @@ class _Check:
         before = self.sessions, self.turns, self.tokens
         heads = [SessionHead(session_id) for session_id in session_ids]
         count = len(self.findings)
-        with suppress(Exception), self._one_state() as connection:
+        with suppress(Exception), self._read_snapshot() as connection:
             rows = _rows_of_sessions(connection, session_ids)
             for head in heads:
                 self._check_session(connection, head, rows)
@@ -220,7 +220,7 @@ class _Check:
 
     def _check_snapshots(self, connection: Connection) -> None:
         for row in connection.execute(select(schema.snapshots)):
-            with self._damage_found():
+            with self._damage_as_findings():
                 snapshot = decode_snapshot(row)
                 if snapshot.state == "held":
                     for session_id in connection.execute(_CUT_OFF, {"snapshot_id": row.snapshot_id}).scalars():
@@ -230,7 +230,7 @@ class _Check:
 
     def _check_media(self, connection: Connection) -> None:
         for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
-            with self._damage_found():
+            with self._damage_as_findings():
                 whole = select(schema.media).where(schema.media.c.sha256 == sha256)
                 decode(schema.media, connection.execute(whole).one())
 
@@ -251,14 +251,14 @@ class _Check:
         if row is None and not seqs:
             return  # deleted since the listing was read
         self.sessions += 1
-        with self._damage_found(session_id):
+        with self._damage_as_findings(session_id):
             if row is None:
                 raise StoreCorrupt("its turns exist, but the session does not")
             head.add(decode(schema.sessions, row))
         for table in (schema.rewards, schema.events, schema.answers):
-            with self._damage_found(session_id):
+            with self._damage_as_findings(session_id):
                 for row in rows(table):
-                    with self._damage_found(session_id):
+                    with self._damage_as_findings(session_id):
                         record = decode(table, row)
                         head.add(record)
                         if isinstance(record, RecordedReply) and not {*seqs}.issuperset(record.turns):
@@ -266,14 +266,14 @@ class _Check:
         columns, payloads = schema.token_columns, schema.token_payloads
         for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
             for key in [*rows(table, *names)]:
-                with self._damage_found(session_id):
+                with self._damage_as_findings(session_id):
                     [row] = rows(table, **{name.name: getattr(key, name.name) for name in names})
                     record = decode(table, row)
                     head.add(record)
                     self._check_per_token(connection, record)
         digests: dict[int | None, str] = {}
         media: dict[int, set[str]] = {}
-        with self._damage_found(session_id):
+        with self._damage_as_findings(session_id):
             for row in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
                 media.setdefault(row.turn, set()).add(row.sha256)
         for before, seq, row in zip([-1, *seqs], seqs, listed, strict=False):
@@ -294,9 +294,9 @@ class _Check:
                 if media.get(seq, set()) != expected:
                     self._add_finding("its media references differ from those in its messages", session_id, seq)
             except Exception as error:  # entering the context for each turn would cost more than decoding it
-                with self._damage_found(session_id, seq):
+                with self._damage_as_findings(session_id, seq):
                     raise error
-        with self._damage_found(session_id):
+        with self._damage_as_findings(session_id):
             for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}) if media else ():
                 head.add_media(turn_seq, sha256, mime)
             # Each database sorts text differently.
@@ -319,7 +319,7 @@ class _Check:
         self._good_setups.add(digest)
 
     @contextmanager
-    def _one_state(self) -> Iterator[Connection]:
+    def _read_snapshot(self) -> Iterator[Connection]:
         with self._explained(), self.engine.connect() as connection, connection.begin():
             yield connection
 
@@ -327,7 +327,7 @@ class _Check:
         self.findings.append(VerifyFinding(problem, session_id, turn))
 
     @contextmanager
-    def _damage_found(self, session_id: str | None = None, turn: int | None = None) -> Iterator[None]:
+    def _damage_as_findings(self, session_id: str | None = None, turn: int | None = None) -> Iterator[None]:
         """Convert exceptions from damaged data to findings."""
         try:
             with self._explained():

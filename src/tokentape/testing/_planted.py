@@ -28,7 +28,9 @@ def _each(change: Callable[[Placed], Mapping[str, Any]]) -> Plant:
 
 
 def _set(**changes: Callable[[Placed], Any]) -> Plant:
-    return _each(lambda match: {name: change(match) for name, change in changes.items() if _given(match.row, name)})
+    return _each(
+        lambda match: {name: change(match) for name, change in changes.items() if _has_values(match.row, name)}
+    )
 
 
 def _moved(values: Any, by: int) -> Any:
@@ -41,16 +43,16 @@ def _positions(match: Placed, change: Callable[[Any, float], Any]) -> dict[str, 
     values = {"token_ids": PAD, "weights": match.row.weights.max(), "logprobs": 0.0, "advantages": 1.0}
     if isinstance(match.row.weight_versions, np.ndarray):
         values["weight_versions"] = match.row.weight_versions[0]
-    return {name: change(getattr(match.row, name), new) for name, new in values.items() if _given(match.row, name)}
+    return {name: change(getattr(match.row, name), new) for name, new in values.items() if _has_values(match.row, name)}
 
 
-def _given(row: Row, name: str) -> bool:
+def _has_values(row: Row, name: str) -> bool:
     return getattr(row, name) is not None
 
 
 def _once_per_turn(match: Placed) -> dict[str, Any]:
     turns = len({cell.turn for cell in match.cells if cell})
-    return {name: getattr(match.row, name) * turns for name in ("reward", "advantages") if _given(match.row, name)}
+    return {name: getattr(match.row, name) * turns for name in ("reward", "advantages") if _has_values(match.row, name)}
 
 
 def _without_last(match: Placed) -> dict[str, Any]:
@@ -86,7 +88,9 @@ def _mean_over_rows(golden: Golden, placed: Sequence[Placed]) -> list[Row]:
     expected, wrong = golden.advantages(), golden.advantages([match.session.name for match in placed])
     factors = [wrong[match.session.name] / expected[match.session.name] if match.scored else 1.0 for match in placed]
     return [
-        replace(match.row, advantages=match.row.advantages * factor) if _given(match.row, "advantages") else match.row
+        replace(match.row, advantages=match.row.advantages * factor)
+        if _has_values(match.row, "advantages")
+        else match.row
         for match, factor in zip(placed, factors, strict=True)
     ]
 
@@ -95,7 +99,7 @@ def _reordered(golden: Golden, placed: Sequence[Placed]) -> list[Row]:
     rows = []
     for match, following in zip(placed, [*placed[1:], *placed[:1]], strict=True):
         changed: dict[str, Any] = {"reward": following.row.reward}
-        if _given(following.row, "advantages"):
+        if _has_values(following.row, "advantages"):
             changed["advantages"] = np.full(len(match.cells), following.row.advantages[min(following.trained)])
         rows.append(replace(match.row, **changed))
     return rows

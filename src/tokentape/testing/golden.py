@@ -166,19 +166,19 @@ def _session(
     return GoldenSession(name, f"g{group}", reward, tuple(turns), recorded_at)
 
 
-def _with_a_short_one(name: str, parents: Sequence[int | None] = (None, 0, 1), **changed: Any) -> Golden:
+def _with_short_session(name: str, parents: Sequence[int | None] = (None, 0, 1), **changed: Any) -> Golden:
     both = {key: value for key, value in changed.items() if key in ("temperature", "recorded_at")}
     sessions = _session("a", 1.0, parents, **changed), _session("b", 0.3, [None], **both)
     return Golden(name, sessions, refusable="temperature" in changed)
 
 
 GOLDEN = (
-    _with_a_short_one("exact"),
-    _with_a_short_one("forked", (None, 0, 0, 2)),
-    _with_a_short_one("truncated at the end", ends={2: "length"}),
-    _with_a_short_one("truncated in the middle", ends={0: "length"}),
-    _with_a_short_one("aborted", (None, 0, 0, 2), ends={1: "abort"}),
-    _with_a_short_one("two weight versions", new_weights=(1, 2)),
+    _with_short_session("exact"),
+    _with_short_session("forked", (None, 0, 0, 2)),
+    _with_short_session("truncated at the end", ends={2: "length"}),
+    _with_short_session("truncated in the middle", ends={0: "length"}),
+    _with_short_session("aborted", (None, 0, 0, 2), ends={1: "abort"}),
+    _with_short_session("two weight versions", new_weights=(1, 2)),
     Golden(
         "groups of unequal branches",
         (
@@ -194,6 +194,6 @@ GOLDEN = (
         (_session("a", 1.0, (None, 0, 1)), _session("b", None, (None, 0)), _session("c", 0.3, (None,))),
         refusable=True,
     ),
-    _with_a_short_one("sampled at 1.4, recorded at 1.4", temperature=1.4),
-    _with_a_short_one("sampled at 1.4, recorded at 1", temperature=1.4, recorded_at=1.0),
+    _with_short_session("sampled at 1.4, recorded at 1.4", temperature=1.4),
+    _with_short_session("sampled at 1.4, recorded at 1", temperature=1.4, recorded_at=1.0),
 )

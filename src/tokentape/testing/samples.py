@@ -84,7 +84,7 @@ def check_samples(
     """
     report = ConformanceReport(planted={error.name: {} for error in ERRORS})
     names = [field.name for field in fields(Row)]
-    given: set[str] = set()
+    present: set[str] = set()
     for golden in GOLDEN:
         try:
             trajectories = [trajectory for session in golden.sessions for trajectory in session.trajectories()]
@@ -96,7 +96,7 @@ def check_samples(
             )
             report.refused.update({golden.name: str(raised)} if refused else {})
             continue
-        given.update(name for row in rows for name in names if getattr(row, name) is not None)
+        present.update(name for row in rows for name in names if getattr(row, name) is not None)
         row_findings = report.goldens[golden.name] = findings(golden, rows)
         placed, _ = place(golden, rows)
         trained = [match for match in placed if match.trained]
@@ -109,7 +109,7 @@ def check_samples(
                 # A finding in the unchanged rows may hide the planted error, but then this batch has failed anyway.
                 if error.kind in kinds or not row_findings:
                     report.planted[error.name][golden.name] = error.kind in kinds
-    return replace(report, not_given=tuple(name for name in names if name not in given))
+    return replace(report, not_given=tuple(name for name in names if name not in present))
 
 
 def _differ(left: Row, right: Row) -> bool:

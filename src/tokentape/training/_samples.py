@@ -250,7 +250,7 @@ def _check_consistent(trajectories: Sequence[Trajectory]) -> None:
                 )
             before = end
         differs = sampled != in_completion
-        if sampled.any() and differs.any():  # texts for supervised fine-tuning have completions that nobody sampled
+        if sampled.any() and differs.any():  # texts for supervised fine-tuning have completions that were not sampled
             raise InvalidRequest(
                 f"{name}: completion_starts and completion_ends do not fit the provenance of token "
                 f"{int(differs.argmax())}; export it again",

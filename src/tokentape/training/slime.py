@@ -1,4 +1,4 @@
-"""slime and Miles: run agents in place of `generate`, on the servers behind the rollout's router.
+"""slime and Miles: run agents in place of `generate`, on the servers of the rollout's router.
 
 Written for slime 624b824a8 and Miles 31f1ca961. In a module of your own:
 

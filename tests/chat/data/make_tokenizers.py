@@ -1,4 +1,4 @@
-"""Train the small tokenizers of the tests: one vocabulary of each kind, with the added tokens of a model family each.
+"""Train the small tokenizers of the tests: a vocabulary of each kind, each with the added tokens of a model family.
 
 `python tests/chat/data/make_tokenizers.py` writes `models/FAMILY/tokenizer.json` and `tokenizer_config.json`. The
 corpus is `corpus.txt` and the license of this repository. Names of added tokens, split expressions and the order of the
@@ -24,7 +24,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
 MERGES = 640
-"""How many tokens beyond bytes or letters are learned."""
+"""Number of learned tokens beyond bytes or letters."""
 
 RUN = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -52,7 +52,7 @@ Spec = dict[str, Any]
 
 
 def corpus() -> list[str]:
-    """Return the texts that are learned from, a document each."""
+    """Return the training texts, a document each."""
     own = (HERE / "corpus.txt").read_text(encoding="utf-8")
     license_text = (HERE.parents[2] / "LICENSE").read_text(encoding="utf-8")
     return [own, own, license_text]
@@ -87,12 +87,12 @@ def _trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = Non
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.train_from_iterator(corpus(), trainer)
-    found: Spec = json.loads(tokenizer.to_str())["model"]
-    return found
+    trained: Spec = json.loads(tokenizer.to_str())["model"]
+    return trained
 
 
 def _split(*expressions: str) -> Any:
-    steps = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in expressions]
+    steps = [pre_tokenizers.Split(tokenizers.Regex(expression), "isolated") for expression in expressions]
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -107,7 +107,7 @@ def byte_pairs() -> Spec:
 
 @cache
 def ranks() -> Spec:
-    """Byte-level BPE of ranks, as tiktoken's: any two neighbours merge that together are a token, the lowest first."""
+    """Byte-level BPE of ranks, as tiktoken's: two neighbors merge if together they are a token, lowest rank first."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=256 + MERGES, initial_alphabet=alphabet, show_progress=False)
     model = _trained(models.BPE(), trainer, _split(O200K_SPLIT))
@@ -186,7 +186,7 @@ class Kind:
     model: Any
     parts: Mapping[str, Any]
     added: Sequence[str] = ()
-    """Added tokens that are text: not special, whatever family the others are of."""
+    """Added tokens that are text: not special in any family."""
 
 
 METASPACE = {"type": "Metaspace", "replacement": RUN, "split": False}
@@ -237,7 +237,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family adds to a vocabulary of one kind."""
+    """The additions of a model family to a vocabulary of a kind."""
 
     kind: str
     special: Sequence[str]
@@ -247,7 +247,7 @@ class Family:
     first: bool = False
     """Whether added tokens have the lowest ids."""
     bos: str | None = None
-    """What the tokenizer puts before a text when asked for special tokens."""
+    """Ids before a text if special tokens are requested."""
     parts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -425,13 +425,13 @@ def _byte_characters() -> dict[int, str]:
 
 def files() -> dict[str, str]:
     """Return what is written below `models/`, by path."""
-    found = {"gpt_oss/tiktoken.model": tiktoken_ranks()}
+    files = {"gpt_oss/tiktoken.model": tiktoken_ranks()}
     for name, family in FAMILIES.items():
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **family.config}
         spec = compose(family.kind, family)
-        found[f"{name}/tokenizer.json"] = json.dumps(spec, ensure_ascii=False, separators=(",", ":")) + "\n"
-        found[f"{name}/tokenizer_config.json"] = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
-    return found
+        files[f"{name}/tokenizer.json"] = json.dumps(spec, ensure_ascii=False, separators=(",", ":")) + "\n"
+        files[f"{name}/tokenizer_config.json"] = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+    return files
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Random completions for every template at hand, and what must hold of any parser's reply to them."""
+"""Random completions for every available template, and properties of any parser's reply to them."""

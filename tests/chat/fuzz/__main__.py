@@ -1,7 +1,7 @@
-"""Fuzz the parsers of every template at hand and print what does not hold; the exit status is 1 if something doesn't.
+"""Fuzz the parsers of every available template and print violations; the exit status is 1 if there are any.
 
 python -m tests.chat.fuzz --count 1000
-python -m tests.chat.fuzz --only Qwen3-Coder --count 1 --first 17 --show      # one completion again
+python -m tests.chat.fuzz --only Qwen3-Coder --count 1 --first 17 --show      # a single completion
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tokentape.errors import TokentapeError
 
 
 def run(pair: Pair, first: int, count: int, seed: str, *, show: bool = False) -> Counter[str]:
-    """Judge completions of one pair; return how often each complaint came, with the number of its first completion."""
-    found: Counter[str] = Counter()
+    """Judge completions of a pair. Return the count of each complaint, with the number of its first completion."""
+    counts: Counter[str] = Counter()
     where: dict[str, int] = {}
     renderer, setup = pair.load(TOOLS)
     completions = Completions(renderer, setup, f"{seed} {pair.name}")
@@ -32,7 +32,7 @@ def run(pair: Pair, first: int, count: int, seed: str, *, show: bool = False) ->
         stop_strings = ("the", "word.") if n % 11 == 10 else ()
         for complaint in complaints(renderer, setup, ids, random.Random(n), stop_strings):
             what = f"{kind}: {complaint.partition(': ')[0]}" if complaint.startswith("lost") else complaint
-            found[what] += 1
+            counts[what] += 1
             where.setdefault(what, n)
             if show:
                 print(json.dumps([n, complaint, renderer.tokenizer.decode(ids)], ensure_ascii=False))
@@ -40,7 +40,7 @@ def run(pair: Pair, first: int, count: int, seed: str, *, show: bool = False) ->
             parser = renderer.derived_parser(setup, stop_strings)
             parser.feed(ids)
             print(n, kind, parser.finish()[1])
-    return Counter({f"{what} (first: {where[what]})": times for what, times in found.items()})
+    return Counter({f"{what} (first: {where[what]})": times for what, times in counts.items()})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,23 +54,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--composed", type=int, default=0, help="that many composed templates as well")
     parser.add_argument("--show", action="store_true", help="print completions and replies")
     parser.add_argument("roots", nargs="*", type=Path, help="further folders of templates")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     tried = bad = 0
     began = time.process_time()
-    for pair in chain(pairs(given.roots, composed=given.composed), syntaxes() if given.syntaxes else ()):
-        if given.only not in pair.name:
+    for pair in chain(pairs(options.roots, composed=options.composed), syntaxes() if options.syntaxes else ()):
+        if options.only not in pair.name:
             continue
         try:
-            found = run(pair, given.first, given.count, given.seed, show=given.show)
+            complaint_counts = run(pair, options.first, options.count, options.seed, show=options.show)
         except TokentapeError as error:
             print(f"{pair.name}: not loaded: {error}", flush=True)
             continue
         tried += 1
-        bad += bool(found)
-        if found:
-            print(pair.name, *(f"    {times} x {what}" for what, times in found.items()), sep="\n", flush=True)
+        bad += bool(complaint_counts)
+        if complaint_counts:
+            print(
+                pair.name, *(f"    {times} x {what}" for what, times in complaint_counts.items()), sep="\n", flush=True
+            )
     seconds = time.process_time() - began
-    print(f"{tried} templates x {given.count} completions, {bad} with complaints, {seconds:.0f} s of CPU")
+    print(f"{tried} templates x {options.count} completions, {bad} with complaints, {seconds:.0f} s of CPU")
     return 1 if bad or not tried else 0
 
 

@@ -1,4 +1,4 @@
-"""Completions as no model should write them: written turns truncated, spliced, shuffled, and ids at random."""
+"""Malformed completions: turns truncated, spliced and shuffled, and random ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FREE: Tool = {
 TOOLS = (grammar.TOOL, FREE)
 
 WORD = re.compile(r"(?<!\w)zq[a-y]{5}z(?!\w)")
-"""A planted word, and not a part of one. Letters only, so that it stands wherever a word may."""
+"""A whole planted word. Letters only, so that it is valid wherever a word is."""
 
 _PIECE = re.compile(rf"({MARK.pattern}|</?[^<>\s]*>|\w+|\s+|.)", re.DOTALL)
 _DEEP = ("{", "[", "(", '{"a":', "[[", '{"name": "free", "arguments": {"a": ', "<a>", '"', "\\")
@@ -46,7 +46,7 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def _message(rng: random.Random) -> Message:
-    """An assistant message with planted words in all its parts."""
+    """Return an assistant message with planted words in all its parts."""
     message: dict[str, Any] = {"role": "assistant", "content": rng.choice(["", word(rng), f"  {word(rng)}\n{{é日🫠\n"])}
     if rng.random() < 0.4:
         message["reasoning_content"] = f"{word(rng)}.\nMore {word(rng)}."
@@ -74,14 +74,14 @@ def written(renderer: Renderer, setup: Setup, rng: random.Random, count: int) ->
 
 
 class Completions:
-    """Completions of one renderer under one setup; the n-th is the same in each run with the same seed."""
+    """Completions of a renderer under a setup; the n-th is the same in each run with the same seed."""
 
     def __init__(self, renderer: Renderer, setup: Setup, seed: str) -> None:
         self._tokenizer = renderer.tokenizer
         self._seed = seed
         rng = random.Random(seed)
         self.turns = written(renderer, setup, rng, 24) or ["a word"]
-        # Control tokens that a reply may hold, most of them the template's own.
+        # Control tokens that a reply may hold, most of them from the template.
         self._marks = sorted({mark for turn in self.turns for mark in MARK.findall(turn)})
         self._marks += [control.mark for control in renderer.tokenizer.controls[:40]]
         self._pieces = sorted({piece for turn in self.turns for piece in _PIECE.findall(turn)})
@@ -109,7 +109,7 @@ class Completions:
         return kind, ids
 
     def _ids(self, text: str, rng: random.Random) -> list[int]:
-        """Encode text, half of the time cut at random places as a model may sample it."""
+        """Encode text. Half of the time, cut it at random positions, as a model may sample it."""
         cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text)))) if rng.random() < 0.5 else []
         # A mark is two characters.
         cuts = [cut for cut in cuts if not (0 < cut < len(text) and MARK.match(text, cut - 1))]
@@ -128,7 +128,7 @@ class Completions:
         return [n for ids in parts for n in ids[slice(*sorted((rng.randint(0, len(ids)), rng.randint(0, len(ids)))))]]
 
     def _shuffled(self, rng: random.Random) -> list[str]:
-        """Pieces of a turn: some doubled, left out, swapped, taken from another turn, or with words between them."""
+        """Return pieces of a turn: some doubled, omitted, swapped, from another turn, or with words between them."""
         pieces = _PIECE.findall(rng.choice(self.turns))
         for _ in range(rng.randint(1, 6)):
             at, other = rng.randint(0, len(pieces)), rng.randint(0, len(pieces))
@@ -179,7 +179,7 @@ def _bytes(renderer: Renderer, token_id: int) -> bytes:
 
 
 def _is_lone(piece: bytes) -> bool:
-    """Whether these bytes are no whole characters."""
+    """Return whether these bytes end in a partial character."""
     try:
         piece.decode("utf-8")
     except UnicodeDecodeError:

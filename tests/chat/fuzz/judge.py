@@ -1,4 +1,4 @@
-"""What must hold of the reply to any completion, judged without looking at how a parser works."""
+"""Properties of the reply to any completion, checked independently of parser internals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokentape.types import Setup
 def complaints(
     renderer: Renderer, setup: Setup, ids: Sequence[int], rng: random.Random, stop_strings: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield what is wrong with the reply to a completion."""
+    """Yield the errors in the reply to a completion."""
     try:
         whole = parsed(renderer.derived_parser(setup, stop_strings), [ids])
         streamed = parsed(renderer.derived_parser(setup, stop_strings), cut(ids, rng))
@@ -45,7 +45,7 @@ def complaints(
 
 
 def parsed(parser: ReplyParser, runs: Iterator[Sequence[int]] | Sequence[Sequence[int]]) -> Reply:
-    """Return the reply to ids that come in runs. What was returned by and by has to be the reply."""
+    """Return the reply to ids that arrive in runs. The deltas must add up to the reply."""
     deltas = [parser.feed(run) for run in runs]
     rest, reply = parser.finish()
     content, reasoning, calls = joined([*deltas, rest])
@@ -54,7 +54,7 @@ def parsed(parser: ReplyParser, runs: Iterator[Sequence[int]] | Sequence[Sequenc
 
 
 def joined(deltas: Sequence[ReplyDelta]) -> tuple[str, str, list[ToolCall]]:
-    """Return what a client has of a stream."""
+    """Return a client's view of a stream."""
     calls = [call for delta in deltas for call in delta.tool_calls]
     return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls
 
@@ -77,36 +77,36 @@ def texts(reply: Reply) -> list[str]:
 def lost_words(
     renderer: Renderer, setup: Setup, ids: Sequence[int], reply: Reply, stop_strings: Sequence[str]
 ) -> list[str]:
-    """Return the planted words that stand in the completion before what ends it, and nowhere in the reply."""
+    """Return the planted words that are in the completion before its end, and nowhere in the reply."""
     stop_ids = renderer.stop_ids(setup)
     end = next((n for n, token_id in enumerate(ids) if token_id in stop_ids), len(ids))
     text = renderer.tokenizer.decode(ids[:end])
     form = renderer.format(setup)
     if form.channels is not None:
-        # A header is a delimiter, whatever it says, and so is the type behind a call's recipient.
+        # A header is a delimiter with any text, and so is the type after a call's recipient.
         text = re.sub(r"(=\S+)\s+\w+\s*(?=<)", r"\1", text)
         closing = renderer.tokenizer.spell_marks(form.channels.header_close)
         marks = "|".join(re.escape(renderer.tokenizer.spell_marks(mark)) for mark in form.channels.marks)
         text = re.sub(f"(?:{marks})(?:(?!{marks})[^\n])*{re.escape(closing)}", "", text)
-        # So is one that the completion ends within.
+        # So is a header that the completion truncates.
         begin = re.escape(renderer.tokenizer.spell_marks(form.channels.part_close + form.header[:2]))
         text = re.sub(rf"{begin}(?:(?!{re.escape(closing)}).)*\Z", "", text, flags=re.DOTALL)
     close = form.content_close.last.strip()
     for stop in [*stop_strings, *([close] if close and not MARK.search(close) else [])]:
         text = text.partition(stop)[0]
-    found = "\n".join(texts(reply) + [one for call in reply.tool_calls for one in _strings(call.arguments)])
-    found += "\n".join(
+    reply_text = "\n".join(texts(reply) + [string for call in reply.tool_calls for string in _strings(call.arguments)])
+    reply_text += "\n".join(
         member
         for call in reply.tool_calls
         for member in _other_members(renderer.tokenizer.decode(ids[slice(*call.span)]))
     )
-    return [word for word in dict.fromkeys(WORD.findall(text)) if word not in found]
+    return [word for word in dict.fromkeys(WORD.findall(text)) if word not in reply_text]
 
 
 def _other_members(call: str) -> list[str]:
-    """Return the members of a call's JSON object besides its arguments; nothing if it is not a whole JSON object.
+    """Return the members of a call's JSON object other than its arguments; none if it is not a whole JSON object.
 
-    They are not part of the call, whatever its arguments are.
+    They are not part of the call.
     """
     try:
         value, _ = json.JSONDecoder(strict=False).raw_decode(call, call.find("{"))
@@ -114,7 +114,7 @@ def _other_members(call: str) -> list[str]:
         return []
     if not isinstance(value, dict) or not {"arguments", "parameters"} & value.keys():
         return []
-    return [f"{key} {one}" for key, one in value.items() if key not in ("arguments", "parameters")]
+    return [f"{key} {member}" for key, member in value.items() if key not in ("arguments", "parameters")]
 
 
 def _strings(raw: str) -> list[str]:
@@ -123,15 +123,15 @@ def _strings(raw: str) -> list[str]:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return []
-    found: list[str] = []
+    strings: list[str] = []
     waiting: list[Any] = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, dict):
-            found += one
-            waiting += one.values()
-    return found
+        item = waiting.pop()
+        if isinstance(item, str):
+            strings.append(item)
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            strings += item
+            waiting += item.values()
+    return strings

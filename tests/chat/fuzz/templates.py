@@ -1,4 +1,4 @@
-"""The templates at hand, each with a tokenizer: in the tests' data, in the folders beside the repository, composed."""
+"""The available templates, each with a tokenizer: of the tests' data, of folders beside the repository, composed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pair:
     tokenizer: Path
 
     def load(self, tools: Sequence[Tool]) -> tuple[Renderer, Setup]:
-        """Return the renderer, and a setup with `tools`, or without them where the template takes none."""
+        """Return the renderer, and a setup with `tools`, or without them if the template supports none."""
         renderer = Renderer(_tokenizer(self.tokenizer), ChatTemplate(self.template.read_text(encoding="utf-8")))
         setup = renderer.setup(tools, date="2026-11-21")
         try:
@@ -49,7 +49,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 def pairs(roots: Sequence[Path] = (), *, composed: int = 0) -> Iterator[Pair]:
-    """Yield small pairs, real ones, loose templates on a stand-in's tokenizer, then drawn ones of the generator."""
+    """Yield small pairs, real pairs, templates with a substitute tokenizer, then random templates of the generator."""
     stand_in = next(
         (root / _STAND_IN for root in (REAL, SMALL) if (root / _STAND_IN / "tokenizer.json").exists()), None
     )
@@ -68,7 +68,7 @@ def pairs(roots: Sequence[Path] = (), *, composed: int = 0) -> Iterator[Pair]:
 def syntaxes(name: str = "") -> Iterator[Pair]:
     """Yield a template of the generator for each call syntax and each way to write values and to label calls.
 
-    Only that with the very options `name`, such as `calls=python values=json`, if it is given.
+    With `name`, such as `calls=python values=json`, only the template with these options.
     """
     causes = [[f"calls={calls}", f"values={values}"] for calls in TEMPLATE["calls"] for values in TEMPLATE["values"]]
     causes += [[f"calls={calls}", f"call_label={how}"] for calls in TEMPLATE["calls"] for how in TEMPLATE["call_label"]]

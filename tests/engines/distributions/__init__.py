@@ -1,1 +1,1 @@
-"""Whether recorded log-probabilities are what they say, per engine and setting: see `__main__`."""
+"""Compare recorded log-probabilities with their declared distributions, per engine and setting: see `__main__`."""

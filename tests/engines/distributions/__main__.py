@@ -1,18 +1,18 @@
-"""A table: what each engine's recorded log-probabilities are, held against a plain forward pass, draws and trainers.
+"""A table that compares each engine's recorded log-probabilities with a plain forward pass, draws and trainers.
 
     python -m tests.engines.distributions --engines embedded,vllm,vllm-raw,sglang --out test-output/distributions.json
 
 Per engine, temperature and top-p, sessions are recorded by `tokentape serve`, and one-token completions drawn. Then
 
-(a) for every recorded token, the largest difference from the distribution that its turn says, by a plain forward pass;
-(b) chi-square of what was drawn at each of five prompts, against exp(recorded) where the record says that tokens were
-    sampled from just that distribution, else against a plain forward pass of what it says they were sampled from;
-(c) per trainer, the largest difference of exported numbers from its own formula, or the export's refusal;
-(d) the largest difference of the engine's scores of the same ids from the model's own distribution.
+(a) for every recorded token, the largest difference of a forward pass from the declared distribution;
+(b) chi-square of the draws at each of five prompts, against exp(recorded) if tokens were sampled from that
+    distribution, else against a plain forward pass of the distribution that the record declares;
+(c) per trainer, the largest difference of exported numbers from its formula, or the export's refusal;
+(d) the largest difference of the engine's scores of the same ids from the model's distribution.
 
-What was collected is kept in `--keep DIR`, judged again by `--judge DIR`, and read wrongly by `--plant`. The exit code
-is 1 if anything is off: (a) or (d) by more than 1e-4, (c) by more than 1e-3, (b) at p <= 0.001, or a refusal where the
-trainer could have used the numbers, or one that names no setting.
+`--keep DIR` keeps the collected data, `--judge DIR` judges it again, and `--plant` reads it wrongly. The exit code
+is 1 if anything is off: (a) or (d) by more than 1e-4, (c) by more than 1e-3, (b) at p <= 0.001, a refusal although the
+trainer could have used the numbers, or a refusal that names no setting.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     renderer = Renderer.load(MODEL)
     cells: list[Cell] = []
-    urls = dict(one.split("=", 1) for one in asked.url)
+    urls = dict(option.split("=", 1) for option in asked.url)
     if asked.judge is not None:
         for name in asked.engines.split(","):
             cells += pickle.loads((asked.judge / f"{name}.pickle").read_bytes())
     else:
         for name in asked.engines.split(","):
             with tempfile.TemporaryDirectory() as folder:
-                found = collect(name, Path(folder), renderer, asked.sessions, asked.draws, urls)
+                collected = collect(name, Path(folder), renderer, asked.sessions, asked.draws, urls)
             if asked.keep is not None:
                 asked.keep.mkdir(parents=True, exist_ok=True)
-                (asked.keep / f"{name}.pickle").write_bytes(pickle.dumps(found))
-            cells += found
+                (asked.keep / f"{name}.pickle").write_bytes(pickle.dumps(collected))
+            cells += collected
     rows, off = judge(cells, renderer, asked.plant)
     for line in table(rows):
         print(line)

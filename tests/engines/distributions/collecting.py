@@ -1,4 +1,4 @@
-"""Record sessions with an engine through `tokentape serve`, draw one-token completions, and score what was recorded."""
+"""Record sessions with an engine through `tokentape serve`, draw one-token completions, and score the recorded ids."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_O
 
 @dataclass
 class Cell:
-    """What was collected of one engine at one setting."""
+    """The data collected from an engine at a setting."""
 
     engine: str
     temperature: float
@@ -57,16 +57,16 @@ class Cell:
     sampling: dict[str, dict[int, Any]]
     """Sampling parameters by session and turn."""
     drawn: list[dict[int, tuple[int, float]]] = field(default_factory=list)
-    """Per prompt, by id: how often it was drawn, and what was reported of it."""
+    """Per prompt, by id: the number of draws and the reported log-probability."""
 
 
 def prompts(renderer: Renderer) -> list[np.ndarray]:
-    """Five contexts: three within conversations, where few tokens are likely, two of noise, where many are."""
-    asked = [renderer.render([{"role": "user", "content": one}]).ids for one in QUESTIONS[:3]]
+    """Return five contexts: three within conversations, where few tokens are likely, two of noise, where many are."""
+    asked = [renderer.render([{"role": "user", "content": question}]).ids for question in QUESTIONS[:3]]
     begun = [renderer.tokenizer.encode_plain(text) for text in ("<think>look up", "The", "I think that it")]
     noise = [np.random.default_rng(seed).integers(100, 3900, 30) for seed in range(2)]
     return [np.concatenate(pair).astype(np.int32) for pair in zip(asked, begun, strict=True)] + [
-        one.astype(np.int32) for one in noise
+        ids.astype(np.int32) for ids in noise
     ]
 
 
@@ -78,7 +78,7 @@ def settings() -> Iterator[tuple[float, float]]:
 
 @contextlib.contextmanager
 def engine_server(name: str, logs: Path, urls: Mapping[str, str]) -> Iterator[str | None]:
-    """The address of a server, one that runs already if it is in `urls`; None for the embedded engine."""
+    """Yield the address of a server, a running one if it is in `urls`; None for the embedded engine."""
     if name in urls:
         yield urls[name]
         return
@@ -115,7 +115,7 @@ def collect(
             list(pool.map(lambda job: converse(gateway, *job), jobs(sessions)))
         with open_record(data) as store:
             asyncio.run(score(store, "transformers" if url is None else kind, url))
-            cells = [cell_of(store, name, *one) for one in settings()]
+            cells = [cell_of(store, name, *setting) for setting in settings()]
         with drawing(name, url) as drawn:
             for cell in cells:
                 cell.drawn = [draw(drawn, prompt, cell, draws) for prompt in prompts(renderer)]
@@ -128,7 +128,7 @@ def jobs(sessions: int) -> list[tuple[float, float, int]]:
 
 
 def converse(url: str, temperature: float, top_p: float, number: int) -> None:
-    """Two turns of an agent, of up to 40 tokens each."""
+    """Run two turns of an agent, of up to 40 tokens each."""
     with tokentape.Client(url) as client:
         session = client.session(f"{temperature}-{top_p}-{number}")
     with OpenAI(base_url=session.base_url, api_key="none", max_retries=3, timeout=300) as agent:
@@ -167,20 +167,22 @@ Draws: TypeAlias = Callable[[np.ndarray, Cell, int], Iterator[list[tuple[int, fl
 
 
 def draw(drawn: Draws, prompt: np.ndarray, cell: Cell, draws: int) -> dict[int, tuple[int, float]]:
-    """One-token completions of a prompt: by id how many, and the log-probability reported."""
+    """Draw one-token completions of a prompt. Return, by id, their number and the reported log-probability."""
     counts: Counter[int] = Counter()
-    told: dict[int, float] = {}
+    logprob_by_id: dict[int, float] = {}
     for batch in drawn(prompt, cell, draws):
         for token_id, logprob in batch:
             counts[token_id] += 1
-            if abs(told.setdefault(token_id, logprob) - logprob) > 1e-4:
-                raise AssertionError(f"{cell.engine}: {logprob} and {told[token_id]} of one token in one context")
-    return {token_id: (count, told[token_id]) for token_id, count in counts.items()}
+            if abs(logprob_by_id.setdefault(token_id, logprob) - logprob) > 1e-4:
+                raise AssertionError(
+                    f"{cell.engine}: {logprob} and {logprob_by_id[token_id]} of one token in one context"
+                )
+    return {token_id: (count, logprob_by_id[token_id]) for token_id, count in counts.items()}
 
 
 @contextlib.contextmanager
 def drawing(name: str, url: str | None) -> Iterator[Draws]:
-    """What draws from an engine, open for all that is drawn."""
+    """Yield a function that draws from an engine, which stays open for all draws."""
     kind, _, mode = name.partition("-")
     if url is not None:
         yield lambda prompt, cell, draws: server_draws(kind, url, prompt, cell, draws)
@@ -198,13 +200,13 @@ def embedded_draws(
 ) -> Iterator[list[tuple[int, float]]]:
     params = SamplingParams(1, cell.temperature, top_p=cell.top_p)
 
-    async def one() -> tuple[int, float]:
+    async def draw_once() -> tuple[int, float]:
         async for delta in engine.sample(prompt, params, stream=False, request_id="draw"):
             return delta.token_ids[0], delta.logprobs[0]
         raise AssertionError
 
     async def several(count: int) -> list[tuple[int, float]]:
-        return list(await asyncio.gather(*(one() for _ in range(count))))
+        return list(await asyncio.gather(*(draw_once() for _ in range(count))))
 
     for start in range(0, draws, 512):
         yield asyncio.run(several(min(512, draws - start)))
@@ -221,13 +223,16 @@ def server_draws(kind: str, url: str, prompt: np.ndarray, cell: Cell, draws: int
             body |= same | {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
             body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
             choices = post(f"{url}/v1/completions", body)["choices"]
-            told = [one["logprobs"] for one in choices]
-            yield [(int(one["tokens"][0].removeprefix("token_id:")), one["token_logprobs"][0]) for one in told]
+            logprobs = [choice["logprobs"] for choice in choices]
+            yield [
+                (int(choice_logprobs["tokens"][0].removeprefix("token_id:")), choice_logprobs["token_logprobs"][0])
+                for choice_logprobs in logprobs
+            ]
         else:
             sampling = same | {"max_new_tokens": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
             body = {"input_ids": prompt.tolist(), "sampling_params": sampling, "return_logprob": True}
             replies = post(f"{url}/generate", body | {"logprob_start_len": -1})
-            entries = [one["meta_info"]["output_token_logprobs"][0] for one in replies]
+            entries = [reply["meta_info"]["output_token_logprobs"][0] for reply in replies]
             yield [(entry[1], entry[0]) for entry in entries]
 
 

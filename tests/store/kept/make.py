@@ -6,9 +6,9 @@ d0a8210, the version that the record was written by:
     git worktree add SOMEWHERE d0a8210
     PYTHONPATH=SOMEWHERE/src python -m tests.store.kept.make FOLDER
 
-They are not to be made again: a version that changes the schema migrates this file, and reads the same arrays from it.
+Do not make them again: a version that changes the schema migrates this file, and reads the same arrays from it.
 A run writes the same ids, logprobs, rewards, columns and forks each time; times, random names and the digests that
-cover them differ. The database is compacted and compressed; the JSON file has all that d0a8210 itself read from it.
+cover them differ. The database is compacted and compressed; the JSON file has everything that d0a8210 read from it.
 Every session is made through the HTTP interface of a gateway, some by several gateways in turn.
 """
 
@@ -57,7 +57,7 @@ def gateway(directory: Path, renderer: Renderer, engine: OddEngine, **options: A
 
 
 def first_gateway(directory: Path, renderer: Renderer) -> list[Any]:
-    """Make most sessions, with payloads; return the messages of the one that another gateway goes on with."""
+    """Make most sessions, with payloads; return the messages of the session that another gateway continues."""
     engine = OddEngine(renderer, [])
     with gateway(directory, renderer, engine, payloads=True) as url:
         begin = Begin(url, engine)
@@ -70,7 +70,7 @@ def first_gateway(directory: Path, renderer: Renderer) -> list[Any]:
 
 
 def later_gateways(directory: Path, renderer: Renderer, resumed: Sequence[Any]) -> None:
-    """Gateways of other kinds on the same record, one after another."""
+    """Run gateways of other kinds on the same record, in sequence."""
     with gateway(directory, renderer, OddEngine(renderer, ["by the second" + END], version="9")) as url:
         Talk(url, "resumed", ADMIN, resumed).say("and you?", tools=TOOLS)
 
@@ -104,7 +104,7 @@ def later_gateways(directory: Path, renderer: Renderer, resumed: Sequence[Any]) 
 
 
 def images(directory: Path) -> None:
-    """A conversation with an image, which is sent again behind it and is kept once."""
+    """Record a conversation with an image that later messages repeat and that is kept once."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), MODEL)
         renderer = Renderer.load(folder, images=QwenImageProcessor.open(Path(folder)))
@@ -139,7 +139,7 @@ def main(folder: Path) -> None:
 
 
 def compact(database: Path) -> None:
-    """Leave one file without free pages."""
+    """Compact the database to a single file without free pages."""
     with sqlite3.connect(database, isolation_level=None) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("VACUUM")

@@ -1,4 +1,4 @@
-"""Records as plain JSON in which every bit counts, and the form of an object of today in the shape of an older one."""
+"""Records as plain JSON in which every bit counts, and current objects in the shape of older ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 TYPE = "(class)"
-"""The key that says of which class a dictionary was."""
+"""The key for the class of an object."""
 
 
 def plain(value: Any) -> Any:
@@ -25,9 +25,9 @@ def plain(value: Any) -> Any:
         sha256 = hashlib.sha256(data.tobytes()).hexdigest()
         return {"dtype": data.dtype.str, "shape": list(data.shape), "sha256": sha256, "values": plain(data.tolist())}
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, bytes):
         return {"bytes": len(value), "sha256": hashlib.sha256(value).hexdigest()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -40,26 +40,26 @@ def shaped_like(expected: Any, value: Any) -> Any:
     if isinstance(expected, dict) and TYPE in expected:
         return {
             TYPE: expected[TYPE],
-            **{name: shaped_like(one, getattr(value, name)) for name, one in expected.items() if name != TYPE},
+            **{name: shaped_like(part, getattr(value, name)) for name, part in expected.items() if name != TYPE},
         }
     if isinstance(expected, dict) and isinstance(value, Mapping):
-        return {str(key): shaped_like(expected.get(str(key)), one) for key, one in value.items()}
+        return {str(key): shaped_like(expected.get(str(key)), item) for key, item in value.items()}
     if isinstance(expected, list) and isinstance(value, list | tuple) and len(expected) == len(value):
         return [shaped_like(*pair) for pair in zip(expected, value, strict=True)]
     return plain(value)
 
 
 def differences(expected: Any, value: Any, at: str = "") -> list[str]:
-    """Return where `value` is not what is expected, one place per line; empty if every bit is the same."""
+    """Return where `value` differs from `expected`, a position per line; empty if every bit is the same."""
     return _differences(expected, shaped_like(expected, value), at)
 
 
-def _differences(expected: Any, found: Any, at: str) -> list[str]:
-    if isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
-        return [line for key in expected for line in _differences(expected[key], found[key], f"{at}.{key}")]
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        pairs = enumerate(zip(expected, found, strict=True))
+def _differences(expected: Any, actual: Any, at: str) -> list[str]:
+    if isinstance(expected, dict) and isinstance(actual, dict) and expected.keys() == actual.keys():
+        return [line for key in expected for line in _differences(expected[key], actual[key], f"{at}.{key}")]
+    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        pairs = enumerate(zip(expected, actual, strict=True))
         return [line for n, pair in pairs for line in _differences(*pair, f"{at}[{n}]")]
     # As text: 1, 1.0 and True are different, and so are 0.0 and -0.0.
-    ours, theirs = json.dumps(expected), json.dumps(found)
+    ours, theirs = json.dumps(expected), json.dumps(actual)
     return [] if ours == theirs else [f"{at}: expected {ours[:200]}, found {theirs[:200]}"]

@@ -1,4 +1,4 @@
-"""Engines that say what is written for them, in splits that no tokenizer chooses, with numbers made from the ids."""
+"""Engines with scripted completions, in splits unlike any tokenizer, with numbers computed from the ids."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _SPECIAL = re.compile(r"(<\|\w+\|>|</?think>|</?tool_call>)")
 
 
 @dataclass(frozen=True)
-class Said:
-    """A completion as it is to be sampled."""
+class Completion:
+    """A completion to sample."""
 
     text: str
-    """Special tokens are spelled out; what lies between them is cut into odd pieces that are encoded one by one."""
+    """Special tokens are spelled out; the text between them is cut into odd pieces that are encoded separately."""
     weights: tuple[tuple[int, str], ...] = ()
-    """From which offset on other weights sample."""
+    """Offsets from which other weights sample."""
     stall_after: int | None = None
     """Wait at this offset until the call is aborted."""
     fail_after: int | None = None
-    """Break down at this offset."""
+    """Fail at this offset."""
 
 
 class OddEngine:
-    """Answers each call with the next of `script`."""
+    """Answers each call with the next completion of `script`."""
 
     def __init__(
-        self, renderer: Renderer, script: Sequence[Said | str], *, media: bool = False, version: str | None = "1"
+        self, renderer: Renderer, script: Sequence[Completion | str], *, media: bool = False, version: str | None = "1"
     ) -> None:
         self._tokenizer = renderer.tokenizer
-        self.script = [Said(one) if isinstance(one, str) else one for one in script]
+        self.script = [Completion(entry) if isinstance(entry, str) else entry for entry in script]
         self.stalled = threading.Event()
         self.weight_version = version
         self.info = EngineInfo(
@@ -73,18 +73,20 @@ class OddEngine:
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Any = ()
     ) -> AsyncGenerator[SampleDelta, None]:
-        said = self.script.pop(0)
-        ids = self.odd_ids(said.text)
+        completion = self.script.pop(0)
+        ids = self.odd_ids(completion.text)
         version = self.weight_version
         for at, token_id in enumerate(ids):
-            if at == said.stall_after:
+            if at == completion.stall_after:
                 self.stalled.set()
                 await asyncio.Event().wait()
-            if at == said.fail_after:
+            if at == completion.fail_after:
                 raise EngineUnavailable("the script breaks down here")
-            version = dict(said.weights).get(at, version)
+            version = dict(completion.weights).get(at, version)
             text = self._tokenizer.decode(ids[: at + 1])
-            stop: int | str | None = next((one for one in params.stop_strings if one in text), None)
+            stop: int | str | None = next(
+                (stop_string for stop_string in params.stop_strings if stop_string in text), None
+            )
             stop = token_id if token_id in params.stop_token_ids else stop
             ended = stop is not None or at + 1 == params.max_tokens or at == len(ids) - 1
             tops = tuple((token_id + n, self.logprob(token_id, at) - n) for n in range(params.top_logprobs))
@@ -106,7 +108,7 @@ class OddEngine:
 
     @staticmethod
     def logprob(token_id: int, at: int) -> float:
-        """Return a number that no rounding hides, and 0 at times."""
+        """Return a number that changes with any rounding, and sometimes 0."""
         return -((token_id * 7919 + at * 104729) % 9973) / 1997.0 if at % 11 else -0.0
 
     @staticmethod
@@ -121,13 +123,13 @@ class OddEngine:
         """Always ready."""
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Has no resources to release."""
 
 
 class RenderingEngine(OddEngine):
-    """A chat server that renders all messages anew; from call `drifts_at` on with another id in front."""
+    """A chat server that rerenders all messages, with a different first id from call `drifts_at` on."""
 
-    def __init__(self, renderer: Renderer, script: Sequence[Said | str], drifts_at: int) -> None:
+    def __init__(self, renderer: Renderer, script: Sequence[Completion | str], drifts_at: int) -> None:
         super().__init__(renderer, script)
         self._renderer = renderer
         self._calls = 0
@@ -159,5 +161,5 @@ def render(renderer: Renderer, messages: Sequence[Any]) -> TokenIds:
     from tokentape._session.chain import setup_digest
     from tokentape.types import Setup
 
-    given = ((), {}, "2026-01-01", renderer.fingerprint)
-    return renderer.render(messages, Setup(*given, setup_digest(*given))).ids
+    setup_fields = ((), {}, "2026-01-01", renderer.fingerprint)
+    return renderer.render(messages, Setup(*setup_fields, setup_digest(*setup_fields))).ids

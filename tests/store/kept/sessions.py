@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from tests.store.kept.scripts import Said
+from tests.store.kept.scripts import Completion
 from tests.store.kept.talking import ADMIN, OTHER, TEAM, Begin, until
 from tokentape.client import Client
 
@@ -18,7 +18,7 @@ THOUGHT = "<think>\nfirst, I think\n</think>\n\n"
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
-    # An order of keys that no library writes by itself.
+    # A key order that no library produces.
     function = {
         "parameters": {"type": "object", "properties": parameters},
         "description": f"{name}: «ü» 🛠️",
@@ -35,7 +35,7 @@ def called(name: str, arguments: str) -> str:
 
 
 def exact(begin: Begin) -> None:
-    """One branch: a system message, reasoning, a stream, a reply of nothing but its end, a key, alternatives."""
+    """A single branch: a system message, reasoning, a stream, a reply with only its end, a key, alternatives."""
     talk = begin("exact", [THOUGHT + "It is seven, surely." + END, "Streamed " * 4 + END, END, "Good." + END])
     talk.create(task="sums", tags=["π", "🙂"], nested={"z": 1, "a": [1.5, None, True]})
     talk.messages.append({"role": "system", "content": "You are brief."})
@@ -46,11 +46,11 @@ def exact(begin: Begin) -> None:
 
 
 def tools(begin: Begin) -> None:
-    """Parallel calls, one in a stream, arguments that are no JSON, a tool that there is not."""
+    """Parallel calls, a call in a stream, invalid JSON arguments, an unknown tool."""
     two = called("lookup", '{"item": "pears"}') + "\n" + called("add", '{"z": 1e2, "a": -0.5}')
-    one = called("lookup", '{"item": "plums, \\"ripe\\" 🍑"}')
+    single = called("lookup", '{"item": "plums, \\"ripe\\" 🍑"}')
     wrong = called("lookup", "{broken"), called("unknown", "{}")
-    script = [THOUGHT + "Both.\n" + two + END, one + END, *(call + END for call in wrong), "Plums are 7." + END]
+    script = [THOUGHT + "Both.\n" + two + END, single + END, *(call + END for call in wrong), "Plums are 7." + END]
     talk = begin("tools", script)
     talk.create(task="shop")
     talk.say("How much?", tools=TOOLS)
@@ -61,7 +61,7 @@ def tools(begin: Begin) -> None:
 
 
 def forks(begin: Begin) -> None:
-    """Branched, edited, with other tools, with template kwargs, asked again."""
+    """Branches: edited history, other tools, template kwargs, a retry."""
     talk = begin("forks", [f"answer {n}{END}" for n in range(8)], OTHER)
     talk.say("a")
     talk.say("b")
@@ -87,18 +87,18 @@ def choices(begin: Begin) -> None:
 
 
 def truncated(begin: Begin) -> None:
-    """Cut short within reasoning, within content and by a stop string; each is closed by us and continued."""
+    """Truncated within reasoning, within content and by a stop string. The gateway closes and continues each."""
     cut = ["<think>\nthinking for much too long", "half a sentence that", "up to a STOP and not beyond"]
-    talk = begin("truncated", [text for one in cut for text in (one, "closed" + END)])
+    talk = begin("truncated", [text for beginning in cut for text in (beginning, "closed" + END)])
     for options in ({"max_tokens": 5}, {"max_completion_tokens": 4}, {"stop": ["STOP", "never"]}):
         talk.say("something long?", **options)
         talk.say("go on")
 
 
 def aborted(begin: Begin) -> None:
-    """A client that leaves, an engine that breaks down, a pause that aborts; then weights with a name."""
+    """A client that disconnects, an engine that fails, a pause that aborts; then named weights."""
     engine = begin.engine
-    talk = begin("aborted", ["before" + END, Said("a client leaves here, before the end" + END, stall_after=5)])
+    talk = begin("aborted", ["before" + END, Completion("a client leaves here, before the end" + END, stall_after=5)])
     talk.say("first")
     body = {"model": "tiny", "messages": [*talk.messages, {"role": "user", "content": "leave"}], "stream": True}
     with talk.http.stream("POST", f"{talk.path}/v1/chat/completions", json=body) as response:
@@ -106,9 +106,9 @@ def aborted(begin: Begin) -> None:
         engine.stalled.wait(60)
     until(lambda: len(talk.turns()) == 2)
     engine.stalled.clear()
-    begin.will_say(Said("breaks down in the middle" + END, fail_after=4))
+    begin.will_say(Completion("breaks down in the middle" + END, fail_after=4))
     talk.refused("break down", 503)
-    begin.will_say(Said("paused here" + END, stall_after=3))
+    begin.will_say(Completion("paused here" + END, stall_after=3))
     asking = threading.Thread(target=talk.refused, args=("pause", 503))
     asking.start()
     engine.stalled.wait(60)
@@ -123,9 +123,9 @@ def aborted(begin: Begin) -> None:
 
 
 def weights(begin: Begin) -> None:
-    """Weights that change between turns and, twice, while one is sampled."""
-    changing = Said("new ones come while this is sampled" + END, weights=((0, "3"), (4, "4"), (9, "5")))
-    talk = begin("weights", ["old weights" + END, changing, Said("newest" + END, weights=((0, "5"),))])
+    """Weights that change between turns and, twice, within a turn."""
+    changing = Completion("new ones come while this is sampled" + END, weights=((0, "3"), (4, "4"), (9, "5")))
+    talk = begin("weights", ["old weights" + END, changing, Completion("newest" + END, weights=((0, "5"),))])
     talk.say("a")
     talk.say("b", stream=True)
     talk.say("c")
@@ -134,8 +134,8 @@ def weights(begin: Begin) -> None:
 
 def unicode(begin: Begin) -> None:
     """Emoji of several code points, combining and right-to-left characters, control characters, white space."""
-    said = "Ça va — 好的 👩\u200d👩\u200d👧\u200d👦 e\u0301 שלום"
-    talk = begin(UNICODE_ID, [said + END, THOUGHT + "مرحبا 🇨🇭 ﷽ 🧑🏽\u200d🚀" + END], OTHER)
+    text = "Ça va — 好的 👩\u200d👩\u200d👧\u200d👦 e\u0301 שלום"
+    talk = begin(UNICODE_ID, [text + END, THOUGHT + "مرحبا 🇨🇭 ﷽ 🧑🏽\u200d🚀" + END], OTHER)
     talk.create(**{"Schlüssel 🗝": "wért", "empty": {}})
     talk.say("naïve façade — 你好 👋🏾 zero\u200bwidth \u202eright-to-left")
     talk.say("tabs\t, nul-free \x07 bell, and \r\n lines  ")
@@ -164,7 +164,7 @@ def rewarded(begin: Begin) -> None:
 
 
 def snapshots(begin: Begin) -> None:
-    """A session deleted, one confirmed and dropped, others held by snapshots of two owners."""
+    """A deleted session, a confirmed and dropped session, and others held by snapshots of two owners."""
     for name in ("deleted", "dropped", "held"):
         talk = begin(name, [f"this one is {name}" + END])
         talk.create(task=name)
@@ -179,7 +179,7 @@ def snapshots(begin: Begin) -> None:
 
 
 def stop_kept(begin: Begin) -> None:
-    """A turn that ended with another stop token than the template writes."""
+    """A turn that ended with a different stop token than the template's."""
     talk = begin("stop-kept", ["another stop<|endoftext|>", "goes on" + END])
     talk.say("a")
     talk.say("b")
@@ -203,7 +203,7 @@ def wire_interfaces(begin: Begin) -> None:
 
     begin.will_say(THOUGHT + called("lookup", '{"item": "figs"}') + END, "Figs are 3." + END)
     path = "/sessions/responses/v1/responses"
-    flat = [{"type": "function", **one["function"]} for one in TOOLS]
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     first = post(path, input="figs?", tools=flat, instructions="be brief")
     (call,) = (item for item in first["output"] if item["type"] == "function_call")
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}

@@ -1,4 +1,4 @@
-"""An agent's side of sessions that are made for the record."""
+"""The agent's side of the recorded sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from tests.store.kept.scripts import OddEngine, Said
+from tests.store.kept.scripts import Completion, OddEngine
 from tokentape.client import Client
 from tokentape.gateway._keys import Keys
 
@@ -19,7 +19,7 @@ KEYS = Keys({"team": TEAM, "other": OTHER}, {"root": ADMIN})
 
 
 class Talk:
-    """One session through the gateway at `url`, its messages as an agent has them."""
+    """A session through the gateway at `url`, with the agent's messages."""
 
     def __init__(self, url: str, session_id: str, key: str = TEAM, messages: Sequence[Any] = ()) -> None:
         self.path = f"/sessions/{quote(session_id, safe='')}"
@@ -33,11 +33,11 @@ class Talk:
         return self.go_on(**options)
 
     def go_on(self, *, headers: dict[str, str] | None = None, choice: int = 0, **options: Any) -> dict[str, Any]:
-        """Ask for a reply to the messages and put it behind them."""
+        """Request a reply to the messages and append it."""
         body = {"model": "tiny", "messages": self.messages, **options}
         answer = self.http.post(f"{self.path}/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
-        reply = said_in_stream(answer.text) if options.get("stream") else answer.json()["choices"][choice]["message"]
+        reply = message_of_stream(answer.text) if options.get("stream") else answer.json()["choices"][choice]["message"]
         self.messages.append({key: value for key, value in reply.items() if value is not None})
         return reply
 
@@ -60,8 +60,8 @@ class Talk:
         return turns
 
 
-def said_in_stream(text: str) -> dict[str, Any]:
-    """Return the message that the chunks of a stream make."""
+def message_of_stream(text: str) -> dict[str, Any]:
+    """Return the message from the chunks of a stream."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: dict[int, dict[str, Any]] = {}
     for line in text.splitlines():
@@ -83,19 +83,19 @@ def said_in_stream(text: str) -> dict[str, Any]:
 
 
 class Begin:
-    """Begins sessions at a gateway: puts what the model will say there into the engine's script."""
+    """Begins sessions at a gateway and adds their completions to the engine's script."""
 
     def __init__(self, url: str, engine: OddEngine) -> None:
         self.url = url
         self.engine = engine
 
-    def __call__(self, session_id: str, script: Sequence[Said | str], key: str = TEAM) -> Talk:
+    def __call__(self, session_id: str, script: Sequence[Completion | str], key: str = TEAM) -> Talk:
         assert not self.engine.script
         self.will_say(*script)
         return Talk(self.url, session_id, key)
 
-    def will_say(self, *script: Said | str) -> None:
-        self.engine.script += [Said(one) if isinstance(one, str) else one for one in script]
+    def will_say(self, *script: Completion | str) -> None:
+        self.engine.script += [Completion(entry) if isinstance(entry, str) else entry for entry in script]
 
 
 def until(holds: Any) -> None:

@@ -129,20 +129,20 @@ def _place(difference: Difference) -> tuple[object, ...]:
 def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds:
     """Return a branch's ids as a stateless server sees them: messages rendered, the last completion encoded again."""
     *before, last = path
-    messages = [*_said(before), *map(with_objects, last.messages)]
+    messages = [*_messages_of(before), *map(with_objects, last.messages)]
     return np.concatenate([renderer.render(messages, setup).ids, retokenized(renderer.tokenizer, last.completion_ids)])
 
 
 def whole_conversation(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds | None:
     """Return the ids of a branch's messages and replies, rendered as trainers do; None if the template refuses them."""
     try:
-        text, _ = renderer.render_text_with_provenance(_said(path), setup, generate=False)
+        text, _ = renderer.render_text_with_provenance(_messages_of(path), setup, generate=False)
     except TokentapeError:
         return None
     return renderer.tokenizer.array(renderer.tokenizer.encode_marked(text).ids)
 
 
-def _said(turns: Sequence[Turn]) -> list[Message]:
+def _messages_of(turns: Sequence[Turn]) -> list[Message]:
     return [with_objects(message) for turn in turns for message in (*turn.messages, turn.reply)]
 
 

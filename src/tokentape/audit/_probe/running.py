@@ -297,7 +297,7 @@ def _bars(rates: Mapping[str, Rate]) -> Bars:
 def _example(result: ProbeResult, tokenizer: Tokenizer) -> list[Block]:
     edit = result.outcome
     rows: list[list[object]] = []
-    for name, ids in (("given", edit.source), ("said", edit.found)):
+    for name, ids in (("prompt", edit.source), ("sampled", edit.found)):
         spelled = " | ".join(tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids)
         rows.append([name, list(ids), spelled])
     heading = Heading(f"{result.trial.target}: {edit.artifact}", 3)

@@ -132,8 +132,8 @@ def loaded_findings(
     if not run.findings:
         return [], f"{difference}: the tokenizers that {by} loads agree on everything that was tried"
     return [
-        replace(found, cause=f"loaded by {by}, {found.cause} ({difference})", fix=_SAME_SETTINGS)
-        for found in run.findings
+        replace(finding, cause=f"loaded by {by}, {finding.cause} ({difference})", fix=_SAME_SETTINGS)
+        for finding in run.findings
     ], ""
 
 

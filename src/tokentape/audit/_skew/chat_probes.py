@@ -270,7 +270,7 @@ def _prompt_is_no_prefix(side: Backend) -> bool:
 
 
 def _shows_date(facts: BackendFacts) -> bool:
-    """Return True if a template shows today's date, which nobody set."""
+    """Return True if a template shows today's date although none was set."""
     if facts.template is None or facts.date is not None:
         return False
     writers = [template_writer(facts.template, facts.template_variables, date) for date in _DAYS]

@@ -35,11 +35,11 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _FIRST = {"type": "Prepend", "prepend": "▁"}
-_ONE_SPACE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+_SINGLE_SPACE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 SENTENCEPIECE: Mapping[str, Any] = {
     "a space before the text and after every control token, whatever is there": [_FIRST, _SPACES],
     "no space put before anything": [_SPACES],
-    "several spaces taken for one": [_ONE_SPACE, _FIRST, _SPACES],
+    "several spaces taken for one": [_SINGLE_SPACE, _FIRST, _SPACES],
 }
 """Normalizers that handle spaces as SentencePiece does, without a pre-tokenizer, by description."""
 

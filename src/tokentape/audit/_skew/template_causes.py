@@ -108,7 +108,7 @@ _NO_STRING = "Write values with `tojson` in the template, not with `string` or `
 _SPACED = "Write JSON with the same separators on both sides."
 _FULL_TOOLS = "Send tools with every field that the server adds, in its order, or render with the trainer's template."
 _SAME_ARGUMENTS = "Pass arguments on unchanged: no other order, no other numbers, no values left out."
-_ONE_BOS = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
+_ONLY_TEMPLATE_BOS = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
 _AS_SENT = "Make the same change before training renders messages, or disable it in the server."
 _AS_TEXT = "Send content as text, or set the server's content format for this template."
 _PROMPTED = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
@@ -119,10 +119,10 @@ def _named_lines(text: str, *, calls: bool) -> str:
 
     def shortened(line: str) -> str:
         try:
-            found = json.loads(line) if line.startswith("{") else None
-            if found is None or ("arguments" in found) != calls:
+            parsed = json.loads(line) if line.startswith("{") else None
+            if parsed is None or ("arguments" in parsed) != calls:
                 return line
-            return f"tool {found.get('function', found)['name']}"
+            return f"tool {parsed.get('function', parsed)['name']}"
         except (ValueError, LookupError, TypeError, AttributeError):
             return line
 
@@ -222,7 +222,7 @@ class TemplateCauses:
             counts = [(len(text) - len(strip(text))) // len(token or "") for text in (a_text, b_text)]
             if counts[0] != counts[1] and strip(a_text) == strip(b_text):
                 what = f"{token} begins the prompt {counts[0]} times in A and {counts[1]} times in B"
-                return Cause("BOS/EOS", what, _ONE_BOS, f"bos:{tuple(counts)}", explains=_alike(strip))
+                return Cause("BOS/EOS", what, _ONLY_TEMPLATE_BOS, f"bos:{tuple(counts)}", explains=_alike(strip))
         cause = _same_form(_FORMS, a_text, b_text)
         if cause is not None:
             return cause

@@ -138,10 +138,10 @@ class ChatCompletions(Dialect):
         sampling = shared.sampling_params(read, context, self.names, max_tokens, read.top_logprobs, **more)
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # Keep tools as the caller wrote them: templates print them with all keys, in their order.
-        given_tools = fields.get("tools", [])
-        check_depth(given_tools, "tools")
-        tools = tuple(map(_shown, given_tools)) if with_tools else ()
-        strict = [tool["function"]["name"] for tool in given_tools if tool["function"].get("strict")]
+        tool_fields = fields.get("tools", [])
+        check_depth(tool_fields, "tools")
+        tools = tuple(map(_shown, tool_fields)) if with_tools else ()
+        strict = [tool["function"]["name"] for tool in tool_fields if tool["function"].get("strict")]
         choice = None if read.tool_choice in ("auto", "none") else read.tool_choice
         rule = shared.call_rule(context, choice, forced, strict if tools else (), parallel=read.parallel_tool_calls)
         turn = TurnRequest(

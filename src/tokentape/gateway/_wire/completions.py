@@ -86,7 +86,7 @@ class Completions(Dialect):
         return DecodedRequest(turn, partial(_Encoder, self, read, ignored), ignored)
 
     async def _prompt_ids(self, body: CompletionsBody, vocab_size: int) -> TokenIds:
-        prompt = _one_prompt(body.prompt)
+        prompt = _single_prompt(body.prompt)
         if isinstance(prompt, str):
             # The caller rendered the prompt, so control tokens in it count as such.
             encode = self.tokenizer.encode_plain
@@ -98,7 +98,7 @@ class Completions(Dialect):
         return shared.known_ids(ids, vocab_size, "prompt")
 
 
-def _one_prompt(prompt: str | list[Any]) -> str | list[Any]:
+def _single_prompt(prompt: str | list[Any]) -> str | list[Any]:
     if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
         if len(prompt) > 1:
             raise UnsupportedParameter(

@@ -335,8 +335,8 @@ def read_tools(declared: Sequence[Any]) -> Tools:
             if function.strict:
                 strict.add(name)
             fields = {"name": name, "description": function.description, "parameters": function.parameters}
-            given_fields = {key: value for key, value in fields.items() if value is not None}
-            shown.append({"type": "function", "function": given_fields})
+            present_fields = {key: value for key, value in fields.items() if value is not None}
+            shown.append({"type": "function", "function": present_fields})
     return Tools(tuple(shown), namespaces, left_out, frozenset(strict))
 
 

@@ -221,8 +221,8 @@ def refuse_part(part: Any, where: str, takes_images: bool = False) -> NoReturn:
 def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
     """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `names` has a name not in `tools`."""
     if not tools or any(name not in tools for name in names):
-        found = "names no tool, or one that is not in tools" if tools else "requires a tool, but tools is empty"
-        raise InvalidRequest(f"tool_choice {found}; send the tool in tools, or choose one of tools", "tool_choice")
+        problem = "names no tool, or one that is not in tools" if tools else "requires a tool, but tools is empty"
+        raise InvalidRequest(f"tool_choice {problem}; send the tool in tools, or choose one of tools", "tool_choice")
 
 
 def forced_tools(choice: Any, tools: Sequence[str], *, named_only: bool = False) -> tuple[str, ...]:
@@ -265,8 +265,8 @@ def json_schema(form: Any, where: str, context: RequestContext, tools: Collectio
     if form in (None, {}) or kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
-        found = shown_type(kind if isinstance(form, dict) else None)
-        raise UnsupportedParameter(f"{where} has {found}; expected text, json_object or json_schema", param)
+        shown_kind = shown_type(kind if isinstance(form, dict) else None)
+        raise UnsupportedParameter(f"{where} has {shown_kind}; expected text, json_object or json_schema", param)
     schema: Any = {"type": "object"}
     if kind == "json_schema":
         # In chat the fields are one level deeper.
@@ -299,7 +299,7 @@ def refuse_prefill(param: str) -> None:
 def entries(name: str, objects: Iterable[Any]) -> list[Any]:
     """Return the entries, which are objects, of the lists in the field `name` of the objects."""
     lists = [entry.get(name) for entry in objects if isinstance(entry, dict)]
-    return [entry for found in lists if isinstance(found, list) for entry in found if isinstance(entry, dict)]
+    return [entry for items in lists if isinstance(items, list) for entry in items if isinstance(entry, dict)]
 
 
 def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:

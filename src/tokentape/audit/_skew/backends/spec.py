@@ -322,11 +322,11 @@ def find_template(folder: Path, config: Mapping[str, Any], options: backends.Bac
 
 def hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of the files in a folder that tokenization depends on."""
-    found = {name: hash_file(folder / name) for name in _READ if (folder / name).is_file()}
+    digests = {name: hash_file(folder / name) for name in _READ if (folder / name).is_file()}
     template = read_json(folder / model_files.CONFIG).get("chat_template")
-    if template and "chat_template.jinja" in found:
-        found[model_files.SHADOWED_TEMPLATE] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
-    return found
+    if template and "chat_template.jinja" in digests:
+        digests[model_files.SHADOWED_TEMPLATE] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
+    return digests
 
 
 def hash_file(path: Path) -> str:
