@@ -82,3 +82,41 @@ def test_a_header_that_is_written_twice_does_not_count_for_two_turns() -> None:
     for sampled in ({3: "hi<|im_end|>"}, {3: "hi<|im_end|>", 5: "ho<|im_end|>"}):
         with_ids, written = spliced(HEADER_TWICE, messages[: max(sampled) + 1], sampled)
         assert with_ids == written
+
+
+TOGGLED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ WRITTEN if m.role == 'assistant' else '' }}{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{{ ON if thinking else OFF }}{% endif -%}"""
+
+
+@pytest.mark.parametrize("written", ["", "<think></think>", "</think>"])
+@pytest.mark.parametrize(
+    ("on", "off"),
+    [
+        ("", "<think>\n\n</think>\n\n"),
+        ("<think>", "</think>"),
+        ("<think>", "<think></think>"),
+        ("<think>\n", ""),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_ids_of_another_setup_follow_the_prompt_that_they_were_sampled_after(
+    written: str, on: str, off: str, thinking: bool
+) -> None:
+    """A branch that turns thinking on or off has the earlier turn's ids after the earlier generation prompt."""
+    source = TOGGLED.replace("WRITTEN", repr(written)).replace("ON", repr(on)).replace("OFF", repr(off))
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    tokenizer = renderer.tokenizer
+    sampled_under, now = (renderer.setup(template_kwargs={"thinking": value}) for value in (thinking, not thinking))
+    prompt = renderer.render([QUESTION], sampled_under).ids
+    completion = tokenizer.array(tokenizer.encode_marked(tokenizer.mark_controls("hm</think>hi<|im_end|>")).ids)
+    turn = [*prompt.tolist(), *completion.tolist()]
+    messages = [QUESTION, ANSWER, QUESTION]
+    actual = renderer.render(messages, now, sampled={1: completion}, prompts={1: prompt}).ids.tolist()
+    assert actual[: len(turn)] == turn
+    assert (
+        tokenizer.decode(actual[len(turn) :])
+        == f"\n<|im_start|>user\nand<|im_end|>\n<|im_start|>assistant\n{off if thinking else on}"
+    )

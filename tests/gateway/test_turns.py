@@ -124,11 +124,41 @@ def test_replies_are_looked_up_once_for_an_edited_history(
     assert looked_up.call_count == 1
 
 
+def test_a_message_that_the_client_wrote_gets_no_sampled_ids(renderer: Renderer, tmp_path: Path) -> None:
+    """The first reply is "first answer" too, after reasoning that only the model's own turn may show."""
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY, SECOND_REPLY, SECOND_REPLY])
+    (first,) = talk.say(user("a"))
+    written = {"role": "assistant", "content": "first answer"}
+    (second,) = talk.say(user("a"), first.reply, user("example"), written, user("b"))
+    assert (second.parent, second.fork) == (0, None)
+    assert "example<|im_end|>\n<|im_start|>assistant\nfirst answer<|im_end|>" in talk.text(second.added_ids)
+    (subagent,) = talk.say(user("example"), written, user("b"))
+    assert "thought" not in talk.text(subagent.added_ids)
+
+
+def test_a_branch_without_thinking_keeps_the_earlier_turn_s_prompt(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
+    (first,) = talk.say(user("a"))
+    request = TurnRequest(
+        "s", (user("a"), first.reply, user("b")), (), {"enable_thinking": False}, SamplingParams(max_tokens=0)
+    )
+    done = asyncio.run(_turn(talk.turns, request))
+    assert (done.parent, done.fork) == (None, "new_setup")
+    context = [*first.added_ids.tolist(), *first.completion_ids.tolist()]
+    assert done.added_ids.tolist()[: len(context)] == context
+
+
+async def _turn(turns: Turns, request: TurnRequest) -> Turn:
+    (turn,) = [event.turn async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
+    return turn
+
+
 def test_a_cut_short_reply_is_spliced_and_closed(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, ["first ans", SECOND_REPLY])
     (first,) = talk.say(user("a"))
-    (second,) = talk.say(user("edited"), first.reply, user("b"))
+    (second,) = talk.say({"role": "system", "content": "edited"}, user("a"), first.reply, user("b"))
     assert "first ans<|im_end|>\n<|im_start|>user\nb" in talk.text(second.added_ids.tolist())
+    assert (second.added_provenance == Provenance.ASSISTANT).sum() >= len(first.completion_ids)
 
 
 def test_reasoning_that_was_cut_short_is_closed_where_it_is_spliced(renderer: Renderer, tmp_path: Path) -> None:

@@ -144,10 +144,70 @@ TWINS = (
 def test_returned_reasoning_selects_the_reply_to_continue(reasoning: str, parent: int) -> None:
     tree = session(*TWINS[:2])
     assert tree.continuation([user("a"), thought("A", reasoning), user("b")], "setup").parent is TWINS[parent]
-    assert tree.turn_of_reply(thought("A", reasoning)) is TWINS[parent]
+    assert tree.sampled_replies([user("a"), thought("A", reasoning)]) == {1: TWINS[parent]}
 
 
 @pytest.mark.parametrize(("reasoning", "parent"), [("one", 2), ("two", 3), ("", 3)])
 def test_earlier_reasoning_distinguishes_branches(reasoning: str, parent: int) -> None:
     messages = [user("a"), thought("A", reasoning), user("b"), assistant("B"), user("c")]
     assert session(*TWINS).continuation(messages, "setup").parent is TWINS[parent]
+
+
+def line(*texts: str) -> Session:
+    """Return a session of one branch: turn n answers "qN" with the nth text. Each has its own reasoning."""
+    turns = [
+        make_turn(n, n - 1 if n else None, [user(f"q{n}")], thought(text, f"why {n}")) for n, text in enumerate(texts)
+    ]
+    return session(*turns)
+
+
+def found_turns(tree: Session, *contents: str, parent: int | None = None) -> dict[int, int]:
+    """Return the index of each reply and the turn that sampled it. Texts that begin with `q` are the user's."""
+    messages = [user(text) if text.startswith("q") else assistant(text) for text in contents]
+    return {n: turn.seq for n, turn in tree.sampled_replies(messages, parent).items()}
+
+
+def test_a_reply_is_found_by_the_message_before_it() -> None:
+    assert found_turns(line("OK", "OK"), "q?", "no", "q1", "OK", "q0", "OK") == {5: 0}
+    assert found_turns(line("OK", "OK", "yes"), "qsummary", "yes", "q1", "OK", "qnew") == {3: 1}
+
+
+def test_equal_text_alone_is_no_reply_of_the_model() -> None:
+    assert found_turns(line("OK", "yes"), "qexample", "OK", "qreal") == {}
+    assert found_turns(line("OK", "yes"), "OK", "qreal") == {}
+
+
+def test_a_reply_is_found_by_the_replies_around_it() -> None:
+    edited = found_turns(line("OK", "OK", "OK"), "qedited", "OK", "qcut", "OK", "q2", "OK", "qnew")
+    assert edited == {1: 0, 3: 1, 5: 2}
+    assert found_turns(line("OK", "yes", "OK"), "q0", "OK", "qedited", "yes", "qcut", "OK") == {1: 0, 3: 1, 5: 2}
+
+
+def test_no_turn_samples_two_messages() -> None:
+    tree = line("OK", "yes")
+    assert found_turns(tree, "q0", "OK", "q1", "yes", "q0", "OK", "qnew", parent=1) == {1: 0, 3: 1}
+    assert found_turns(tree, "q0", "OK", "qcopied", "OK", "q1", "yes") == {1: 0, 5: 1}
+
+
+def test_a_message_of_the_client_within_a_branch_is_no_reply_of_the_model() -> None:
+    tree = line("OK", "yes")
+    assert found_turns(tree, "q0", "OK", "q1", "yes", "qcached", "OK", "qnew", parent=1) == {1: 0, 3: 1}
+
+
+@given(seed=st.integers(0, 2**20), size=st.integers(1, 12))
+@settings(max_examples=examples(80))
+def test_edits_move_no_reply_to_a_message_of_the_client(seed: int, size: int) -> None:
+    """Drop, edit and insert messages. Unchanged exchanges keep their turns, in order; inserted ones have none."""
+    rng = random.Random(seed)
+    tree = line(*(rng.choice(["OK", "yes"]) for _ in range(size)))
+    exchanges: list[tuple[str, str, int | None]] = [
+        (f"q{n}", tree.turns[n].reply["content"], n) for n in sorted(rng.sample(range(size), rng.randint(1, size)))
+    ]
+    for _ in range(rng.randrange(3)):
+        exchanges.insert(rng.randrange(len(exchanges) + 1), (f"q{rng.random()}", rng.choice(["OK", "yes"]), None))
+    actual = found_turns(tree, *(text for question, answer, _ in exchanges for text in (question, answer)))
+    expected = {2 * n + 1: turn for n, (_, _, turn) in enumerate(exchanges) if turn is not None}
+    # The place of a dropped exchange may be taken by an inserted one, which then looks like its edited writing.
+    kept = set(expected.values())
+    assert {n: turn for n, turn in actual.items() if turn in kept} == expected
+    assert len(set(actual.values())) == len(actual)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -13,6 +15,9 @@ from tokentape.types import Event, Message, SessionInfo, TokenIds, Turn
 
 UNREAD = "unread"
 """Kind of the events that record whether a client disconnected before the reply's end. Body: `{"unread": true}`."""
+
+_MOST_ALIKE = 100
+"""Maximum number of turns with the same reply among which the turn of a message is looked for."""
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 """The context of a turn without a parent."""
@@ -84,10 +89,8 @@ class Session:
         self._system: list[bool] = []
         """For each turn, whether its history has a system or developer message."""
         self._by_history: dict[bytes, int] = {}
-        self._by_reply: dict[bytes, int] = {}
         self._same_history: dict[int, int] = {}
         """Maps a turn to an earlier turn with the same history key, which does not depend on replies' reasoning."""
-        self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
         self._answered: set[tuple[int | None, str, bytes | None]] = set()
         """(parent, setup, key of the new messages) for every turn. A request with the same three is a sibling."""
@@ -95,6 +98,8 @@ class Session:
         """Like `_history`, but with each tool call's position in place of its id; filled by `_number_turns`."""
         self._by_numbered: dict[bytes, list[int]] = {}
         self._by_numbered_reply: dict[bytes, list[int]] = {}
+        self._numbered_ends: list[tuple[bytes, bytes]] = []
+        """For each turn in `_numbered_history`, the keys of its last new message and of its reply."""
         self._call_ids: set[Any] = set()
         """The ids of all tool calls in the replies of the turns in `_numbered_history`."""
         self._last_context: tuple[int, TokenIds] | None = None
@@ -128,9 +133,7 @@ class Session:
             if turn.finish_reason != "abort":
                 if key in self._by_history:
                     self._same_history[turn.seq] = self._by_history[key]
-                if reply in self._by_reply:
-                    self._same_reply[turn.seq] = self._by_reply[reply]
-                self._by_history[key] = self._by_reply[reply] = turn.seq
+                self._by_history[key] = turn.seq
                 self._answered.add((turn.parent, turn.setup, answered))
         self._request_keys.clear()
 
@@ -200,13 +203,14 @@ class Session:
                 # The parent's reply shows to which call the first results belong.
                 start, before = self._numbered_history[turn.parent], 1
                 messages.insert(0, self.turns[turn.parent].reply)
-            numbered = history_keys(turn.setup, _numbered(messages)[before:], start)[-1]
+            keys = [message_key(message) for message in _numbered(messages)]
+            numbered = chained(turn.setup, keys[before:], start)[-1]
             self._numbered_history.append(numbered)
+            self._numbered_ends.append((keys[-2] if len(keys) > 1 else b"", keys[-1]))
             self._call_ids.update(call_ids(turn.reply))
             if turn.finish_reason != "abort":
                 self._by_numbered.setdefault(numbered, []).append(turn.seq)
-                reply = message_key(*_numbered([turn.reply]))
-                self._by_numbered_reply.setdefault(reply, []).append(turn.seq)
+                self._by_numbered_reply.setdefault(keys[-1], []).append(turn.seq)
 
     def _names_others(self, message: Message, own: Message) -> bool:
         """Return whether a call in `message` has an id that is not its id in `own` but a different call's."""
@@ -294,30 +298,85 @@ class Session:
             return "branched"
         return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"
 
-    def turn_of_reply(self, message: Message) -> Turn | None:
-        """Return the newest turn with this reply, preferably with the same reasoning; None if no turn has the reply."""
-        self._index_turns()
-        newest = self._by_reply.get(message_key(message)) if self.turns else None
-        if newest is None:
-            return None
-        reasoning = reasoning_of(message)
-        same = _linked(newest, self._same_reply)
-        alike = (seq for seq in same if reasoning and reasoning_of(self.turns[seq].reply) == reasoning)
-        return self.turns[next(alike, newest)]
+    def sampled_replies(self, messages: Sequence[Message], parent: int | None = None) -> dict[int, Turn]:
+        """Map the indexes of assistant messages to the turns that sampled them. No turn is used twice.
 
-    def turn_of_renamed_reply(self, message: Message) -> Turn | None:
-        """Return the turn with this reply, even if its tool calls have different ids.
-
-        Return None if an id belongs to a different call in this session, or if several turns match but their
-        completions differ.
+        If the messages continue turn `parent`, those on its path are known. The others need evidence, because clients
+        write assistant messages too (examples for a subagent, cached answers), and many replies are equal: the recorded
+        ids of tool calls, equal reasoning, or an equal message before; else that the reply before or after was sampled
+        by the turn before or after. Replies are equal even if a harness renamed their tool calls.
         """
+        replies: dict[int, Turn] = {}
+        known = -1
+        for turn in [] if parent is None else self.path(parent):
+            known += len(turn.messages) + 1
+            replies[known] = turn
+        speakers = [n for n, message in enumerate(messages) if n > known and message.get("role") == "assistant"]
+        if not speakers or not self.turns:
+            return replies
         self._number_turns()
-        candidates = (self.turns[seq] for seq in self._by_numbered_reply.get(message_key(*_numbered([message])), ()))
-        same = [turn for turn in candidates if not self._names_others(message, turn.reply)]
-        reasoning = reasoning_of(message)
-        same = [turn for turn in same if reasoning and reasoning_of(turn.reply) == reasoning] or same
-        alike = all(np.array_equal(turn.completion_ids, same[-1].completion_ids) for turn in same)
-        return same[-1] if same and alike else None
+        keys = [message_key(message) for message in _numbered(messages)]
+        used = {turn.seq for turn in replies.values()}
+
+        def accept(n: int, turns: Iterable[Turn]) -> None:
+            """Take the first of these turns that may have sampled message `n`."""
+            for turn in turns:
+                same = self._numbered_ends[turn.seq][1] == keys[n]
+                if same and turn.seq not in used and not self._names_others(messages[n], turn.reply):
+                    replies[n] = turn
+                    used.add(turn.seq)
+                    return
+
+        # An edit mostly leaves the newest messages unchanged, so begin with them.
+        end, following = len(self.turns), None
+        for n in reversed(speakers):
+            following = self._turn_alike(n, messages, keys, used, end, following)
+            if following is not None:
+                accept(n, [following])
+                end = following.seq
+        for n, after in reversed(list(pairwise(speakers))):
+            parent = replies[after].parent if after in replies and n not in replies else None
+            accept(n, [] if parent is None else [self.turns[parent]])
+        for before, n in pairwise([known, *speakers]):
+            if before in replies and n not in replies:
+                accept(n, [self.turns[seq] for seq in reversed(self._children.get(replies[before].seq, ()))])
+        return replies
+
+    def _turn_alike(
+        self,
+        n: int,
+        messages: Sequence[Message],
+        keys: Sequence[bytes],
+        used: Set[int],
+        end: int,
+        following: Turn | None,
+    ) -> Turn | None:
+        """Return the turn before turn `end` that most likely sampled message `n`; None if nothing in it shows that.
+
+        `keys` are the messages' keys with each tool call's position in place of its id, and `used` turns sampled other
+        messages. Of several equally likely turns, return the parent of `following`, which sampled the next reply, or
+        else the newest.
+        """
+        ids, reasoning = call_ids(messages[n]), reasoning_of(messages[n])
+        same = self._by_numbered_reply.get(keys[n], [])
+        candidates = []
+        for seq in same[: bisect_left(same, end)][: -_MOST_ALIKE - 1 : -1]:
+            turn = self.turns[seq]
+            evidence = (
+                bool(ids) and ids == call_ids(turn.reply),
+                bool(reasoning) and reasoning == reasoning_of(turn.reply),
+                n > 0 and keys[n - 1] == self._numbered_ends[seq][0],
+            )
+            if any(evidence) and seq not in used and not self._names_others(messages[n], turn.reply):
+                candidates.append((evidence, following is not None and following.parent == seq, turn))
+        if not candidates:
+            return None
+        best = max(candidate[:2] for candidate in candidates)
+        newest, *others = [turn for *evidence, turn in candidates if tuple(evidence) == best]
+        # Of several replies whose calls were renamed it can't be known which this one is, unless their ids are equal.
+        renamed = bool(ids) and ids != call_ids(newest.reply)
+        unclear = renamed and any(not np.array_equal(turn.completion_ids, newest.completion_ids) for turn in others)
+        return None if unclear else newest
 
     def _agreement(self, leaf: int, reasoning: Sequence[str]) -> int:
         """Count the replies on the path to `leaf` whose reasoning equals the reasoning that was sent back.

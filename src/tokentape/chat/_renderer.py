@@ -27,16 +27,13 @@ from tokentape.chat._parse import Parser, ReplyParser, SafeParser
 from tokentape.chat._reader import Reader, read_text
 from tokentape.chat._regions import RegionParser
 from tokentape.chat._reply import Reply
-from tokentape.chat._splice import History, StopMismatch, find_splices
+from tokentape.chat._splice import PROMPT_END, History, StopMismatch, find_splices
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
 from tokentape.chat._template_text import TemplateText, cached
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.chat._twin_proof import prove_twin
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool, setup_key
-
-_PROMPT_END = 96
-"""The number of ids at the end of a prompt that are decoded to find its generation prompt."""
 
 _TURN_END = 96
 """The number of ids at the end of a turn that are decoded to find the close of its calls."""
@@ -138,6 +135,7 @@ class Renderer(TemplateText):
         template_kwargs: Mapping[str, Any] | None = None,
         date: str | None = None,
         sampled: Mapping[int, TokenIds] | None = None,
+        prompts: Mapping[int, TokenIds] | None = None,
         history: History = "sampled",
         stop_mismatch: StopMismatch = "keep",
     ) -> PromptTokens:
@@ -150,6 +148,8 @@ class Renderer(TemplateText):
         `sampled` maps indices of assistant messages to the sampled ids that they were parsed from. The result has these
         exact ids with provenance ASSISTANT: all of them (`history` "sampled"), or those for the text that the template
         keeps ("template"). A turn without a stop token is rendered as text if its end can't be found in the rendering.
+        `prompts` has the last ids of the prompts of turns that were sampled under another setup, whose generation
+        prompt may have been another one (thinking on or off).
         A turn's own stop token is kept if the template writes another one there; with `stop_mismatch` "fork" or
         `history` "template" it is replaced by the template's.
 
@@ -158,8 +158,9 @@ class Renderer(TemplateText):
         setup = self._setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
         text, codes = self.render_text_with_provenance(messages, setup, generate=True)
-        closed = {n: self._with_part_closed(ids, setup) for n, ids in (sampled or {}).items()}
-        splices = find_splices(self, setup, text, messages, closed, history, stop_mismatch)
+        prompts = prompts or {}
+        closed = {n: self._with_part_closed(ids, setup, prompts.get(n)) for n, ids in (sampled or {}).items()}
+        splices = find_splices(self, setup, text, messages, closed, prompts, history, stop_mismatch)
         marks = [match.start() for match in MARK.finditer(text)] if splices else []
 
         def coded(start: int, end: int) -> Codes:
@@ -314,17 +315,17 @@ class Renderer(TemplateText):
         usual = cached(self._prompt_ids, prompt, lambda: self.tokenizer.encode_after_control(prompt).array)
         if len(usual) and np.array_equal(prompt_ids[-len(usual) :], usual):
             return form
-        text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
+        text = read_text(self.tokenizer, prompt_ids[-PROMPT_END:].tolist()).rstrip()
         if text.endswith(prompt.rstrip()):
             return form
         opened = text.endswith(form.reasoning.open.strip()) or _opens(text, form)
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
 
-    def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
+    def _with_part_closed(self, completion_ids: TokenIds, setup: Setup, prompt_ids: TokenIds | None) -> TokenIds:
         """Return the completion's ids, followed by ids that close its reasoning or content if it was truncated."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
-        return np.concatenate([completion_ids, self._close_part(completion_ids, setup)])
+        return np.concatenate([completion_ids, self._close_part(completion_ids, setup, prompt_ids)])
 
     def _close_part(
         self,

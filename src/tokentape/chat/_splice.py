@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from tokentape.chat._call_syntax import common_prefix, common_suffix
-from tokentape.chat._reader import Reader
+from tokentape.chat._reader import Reader, read_text
 from tokentape.chat._template_text import TemplateText
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.types import Message, Setup, TokenIds
@@ -23,6 +23,9 @@ History: TypeAlias = Literal["sampled", "template"]
 StopMismatch: TypeAlias = Literal["keep", "fork"]
 """What happens after a turn that ended with a different stop token than the template writes there. `keep`: the branch
 continues with the sampled token. `fork`: new messages start a new branch, which has the template's token."""
+
+PROMPT_END = 96
+"""The number of ids at the end of a prompt that are decoded to find its generation prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,14 @@ def find_splices(
     text: str,
     messages: Sequence[Message],
     sampled: Mapping[int, TokenIds],
+    prompts: Mapping[int, TokenIds],
     history: History,
     stop_mismatch: StopMismatch,
 ) -> list[Splice]:
     """Return the splices of sampled ids into `text`, the marked rendering of `messages` with the generation prompt.
 
-    `sampled` maps indices of assistant messages to completion ids. Return no splices unless the rendering has exactly
+    `sampled` maps indices of assistant messages to completion ids, and `prompts` those of turns that were sampled under
+    another setup to the last ids of their prompts. Return no splices unless the rendering has exactly
     one assistant header per assistant message, because turns can't be told apart otherwise.
     """
     if not sampled:
@@ -90,13 +95,21 @@ def find_splices(
                 prompt = renderer.prompt_or_nothing(messages[:n], setup)
                 if prompt.count(header) != turn + 1:
                     continue
-            opened = prompt.rpartition(header)[2]
+            kept, opened = header, prompt.rpartition(header)[2]
+            if n in prompts:
+                # Thinking may have been on then and be off now: the ids must follow what they were sampled after.
+                own = read_text(tokenizer, prompts[n][-PROMPT_END:].tolist())
+                index = own.rfind(mark[0])
+                if index < 0:
+                    continue
+                kept = header[: common_prefix(header, own[index:])]
+                opened = own[index + len(kept) :]
             # Encode text that the prompt opened from a control token on, so that no token is cut.
             cut = opened and not MARK.match(opened)
-            again = header[_last_mark(header, 0, len(header)) :] if cut else ""
+            again = kept[_last_mark(kept, 0, len(kept)) :] if cut else ""
             opened_ids = tokenizer.encode_after_control(again + opened).ids if opened else []
             end = end if ended else _last_mark(text, start, end)
-            splices.append(Splice(start - len(again), end, opened_ids + ids))
+            splices.append(Splice(start - len(header) + len(kept) - len(again), end, opened_ids + ids))
     return splices
 
 

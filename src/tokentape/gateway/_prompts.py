@@ -280,7 +280,7 @@ class PromptBuilder:
                 return prompt(added)
             return prompt(self._rendered(session, setup, new))
         if any(message["role"] == "assistant" for message in new):
-            replies = self._sampled_replies(session, setup, request.messages)
+            replies = self._sampled_replies(session, setup, request.messages, parent)
             if any(index >= len(request.messages) - len(new) for index in replies):
                 # The edited history has a sampled reply. Rendering splices its ids; a bridge would encode its text.
                 return fork("edited_history", unless_continued=True, replies=replies)
@@ -324,17 +324,16 @@ class PromptBuilder:
 
         `parent` is the turn that the messages continue, if any. `replies` is `_sampled_replies`, if already known.
         """
-        replies = dict(self._sampled_replies(session, setup, messages) if replies is None else replies)
-        index = -1
-        for turn in [] if parent is None else session.path(parent.seq):
-            # Turns with different ids can have the same text, so prefer the turns on the parent's path.
-            index += len(turn.messages) + 1
-            replies[index] = turn
+        replies = self._sampled_replies(session, setup, messages, parent) if replies is None else replies
         if not replies:
             return self._opening(messages, setup)[1]
-        sampled = {n: turn.completion_ids for n, turn in replies.items()}
         return self._renderer.render(
-            messages, setup, sampled=sampled, history=self._history, stop_mismatch=self._stop_mismatch
+            messages,
+            setup,
+            sampled={n: turn.completion_ids for n, turn in replies.items()},
+            prompts={n: turn.added_ids for n, turn in replies.items() if turn.setup != setup.digest},
+            history=self._history,
+            stop_mismatch=self._stop_mismatch,
         )
 
     def _opening(self, messages: Sequence[Message], setup: Setup) -> tuple[SharedMessages, PromptTokens]:
@@ -350,24 +349,21 @@ class PromptBuilder:
         rendered.ids.flags.writeable = rendered.provenance.flags.writeable = False
         return self._openings.put(key, (SharedMessages(messages), rendered))
 
-    def _sampled_replies(self, session: Session, setup: Setup, messages: Sequence[Message]) -> dict[int, Turn]:
-        """Map message indexes to the turns that sampled these messages.
+    def _sampled_replies(
+        self, session: Session, setup: Setup, messages: Sequence[Message], parent: Turn | None
+    ) -> dict[int, Turn]:
+        """Map message indexes to the turns that sampled these messages; see `Session.sampled_replies`.
 
-        This includes replies in which a harness changed tool call ids, if the messages render to the same text with
-        the recorded ids.
+        If a harness changed tool call ids, the messages must render to the same text with the recorded ids.
         """
-        replies = [(index, message) for index, message in enumerate(messages) if message["role"] == "assistant"]
-        sampled = {index: turn for index, message in replies if (turn := session.turn_of_reply(message))}
-        missing = [(index, message) for index, message in replies if index not in sampled and message.get("tool_calls")]
-        renamed = {index: turn for index, message in missing if (turn := session.turn_of_renamed_reply(message))}
+        replies = session.sampled_replies(messages, None if parent is None else parent.seq)
+        renamed = {n: turn for n, turn in replies.items() if call_ids(messages[n]) != call_ids(turn.reply)}
         if renamed:
-            recorded_ids = {index: call_ids(turn.reply) for index, turn in renamed.items()}
-            renamed_messages = renamed_calls(
-                messages, lambda index, message: recorded_ids.get(index, call_ids(message))
-            )
-            if self.render_alike(messages, renamed_messages, setup):
-                sampled |= renamed
-        return sampled
+            recorded_ids = {n: call_ids(turn.reply) for n, turn in renamed.items()}
+            renamed_messages = renamed_calls(messages, lambda n, message: recorded_ids.get(n, call_ids(message)))
+            if not self.render_alike(messages, renamed_messages, setup):
+                return {n: turn for n, turn in replies.items() if n not in renamed}
+        return replies
 
     def _bridge(self, request: TurnRequest, point: ContinuationPoint, parent: Turn, setup: Setup) -> Bridge:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
