@@ -153,6 +153,15 @@ def test_tokenizers_refused_by_the_library_are_refused(tmp_path) -> None:
         tokenizer.encode_plain("a")
 
 
+def test_a_tokenizer_with_dropout_is_refused(tmp_path) -> None:
+    """Each encoding would have other ids; keeping control tokens apart has nothing to do with it."""
+    spec = json.loads((model_path("qwen3") / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    with pytest.raises(TokenizerUnusable, match=r"dropout is 0\.1"):
+        Tokenizer.load(tmp_path)
+
+
 def test_folder_that_requires_remote_code_is_refused(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((model_path("mistral_v3_spm") / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))

@@ -151,7 +151,16 @@ def comparable_settings(ours: Settings, theirs: Settings) -> tuple[dict[str, Any
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
     """Describe the settings that differ. `words` formats a name and its values in `ours` and `theirs`."""
     flat = ({f"{file} {key}": v for file, keys in side.items() for key, v in keys.items()} for side in (ours, theirs))
-    differences = [words.format(name, *map(_brief, pair)) for name, pair in unlike(*flat).items()]
+    differences = [
+        words.format(
+            name,
+            *(
+                "not set or false" if name.endswith(_OFF_BY_DEFAULT) and value is None else _brief(value)
+                for value in pair
+            ),
+        )
+        for name, pair in unlike(*flat).items()
+    ]
     more = len(differences) - _SHOWN
     return "; ".join([*differences[:_SHOWN], *([f"{more} more differ"] if more > 0 else [])])
 

@@ -21,6 +21,8 @@ _log = logging.getLogger("tokentape.chat")
 
 
 class ReplyParser(Protocol):
+    """Parses one completion; see `Parser`. An external renderer can have a parser of its own."""
+
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
         """Add newly sampled ids, and return the new part of the reply that later ids can't change."""
         ...

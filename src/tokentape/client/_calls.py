@@ -182,7 +182,7 @@ def create_session(session_id: str | None, **options: Mapping[str, Any] | None) 
         if isinstance(error, Conflict) and named_only:
             return name
         if isinstance(error, Conflict) and repeated:
-            raise Conflict(f"session {name!r} exists already with other metadata; use another id or none")
+            raise Conflict(f"session {name!r} already exists with other metadata; use another id or none")
         raise error
 
     first = again if named_only else msgspec.json.encode(body)

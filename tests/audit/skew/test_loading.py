@@ -65,6 +65,14 @@ def test_another_tokenizer_by_transformers_is_skew(
     assert all(f"{file} {key} is not set in A" in report.findings[0].cause for key in settings)
 
 
+def test_a_clean_up_that_transformers_ignores_is_a_caution(sides: tuple[Path, Path]) -> None:
+    """transformers 5 ignores it for BPE, so both sides decode alike."""
+    put(sides[1], CONFIG, clean_up_tokenization_spaces=True)
+    report = audit(*sides)
+    assert {(finding.kind, finding.severity) for finding in report.findings} == {("decode clean-up", "caution")}
+    assert not report.skewed
+
+
 def test_another_length_at_which_transformers_truncates_is_a_caution(sides: tuple[Path, Path]) -> None:
     put(sides[1], CONFIG, model_max_length=512)
     report = audit(*sides)
