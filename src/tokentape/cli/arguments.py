@@ -16,7 +16,8 @@ SAME_AS_SERVE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a command that also accepts the arguments of `serve`."""
 
 
-def _record(value: str) -> str:
+def record(value: str) -> str:
+    """Return `value` if it is a URL or a folder. Otherwise raises `BadParameter`."""
     from tokentape.store._location import EXPECTED, is_record
 
     if not is_record(value):
@@ -81,7 +82,7 @@ StoreLocation: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="STORE",
-        callback=_record,
+        callback=record,
         help="Data directory (--data) of a gateway, running or not, postgresql://user@host/database, or an archive.",
     ),
 ]
