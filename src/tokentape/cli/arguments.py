@@ -75,7 +75,14 @@ def existing_folder(help: str, metavar: str | None = None, *flags: str) -> Any: 
 
 def new_file(help: str, *flags: str) -> Any:  # noqa: A002
     """Return an option for an output file."""
-    return typer.Option(*flags, metavar="FILE", dir_okay=False, help=help)
+    return typer.Option(*flags, metavar="FILE", dir_okay=False, help=help, callback=_no_folder)
+
+
+def _no_folder(value: Path | None) -> Path | None:
+    # The path of an empty text is the current folder.
+    if value is not None and value.is_dir():
+        raise typer.BadParameter(f"{str(value)!r} is a folder; expected the name of a file.")
+    return value
 
 
 StoreLocation: TypeAlias = Annotated[
