@@ -60,7 +60,9 @@ ADVICE = {
 VERDICTS = {
     "exact": ("Every context continues the one before.", "Yes."),
     "forked": (
-        "A turn could not continue its parent's ids and began a branch; the cause is below. Ids are exact.",
+        "A turn could not continue its parent's ids and began a branch; the cause is below. The ids are those that the "
+        "engine received and sampled. In the new context, replies that the session "
+        "[recognizes](../how-to/connect-an-agent.md#edited-histories) have their sampled ids.",
         "Yes: a token that several branches share is trained once. Each branch is one more sample with its own "
         "context. If many turns fork, look at the cause first; a "
         "[stop rule](../how-to/train-live.md#stop-rule-and-trackers) can halt the run.",
