@@ -27,7 +27,6 @@ from tokentape.demo import MODEL
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool, is_solved, sample_tasks
 from tokentape.engines._base import SamplingParams
 from tokentape.engines._transformers import TransformersEngine
-from tokentape.gateway._recording import reply_message
 from tokentape.types import Message, Setup, TokenIds
 
 WAYS = ("as sampled", "keep", "fork", "closed")
@@ -59,7 +58,7 @@ async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, ta
             ids = await sample(engine, context, sorted(renderer.stop_ids(setup)))
             parser = renderer.parser(setup)
             parser.feed(ids)
-            reply, text = reply_message(parser.finish()[1]), ""
+            reply, text = parser.finish()[1].message(), ""
             calls = reply.get("tool_calls", [])
             for n, call in enumerate(calls):
                 call["id"] = f"call0000{n}"

@@ -240,19 +240,18 @@ def verdicts() -> Iterator[str]:
 
 
 def _causes() -> Iterator[tuple[str, str]]:
-    return iter(
-        {
-            "sibling": "The same messages were answered before: a repeat that did not mark itself as a retry, "
-            "`n` > 1, or two calls at once.",
-            "branched": "An earlier turn is continued in another way.",
-            "edited_history": "The messages match no recorded turn: the agent changed or shortened its history.",
-            "new_setup": "Tools or template settings changed.",
-            "template_rewrites": "The template can't append what is asked for.",
-            "template_history": "With `--history template`, the template drops part of earlier turns.",
-            "other_stop": "With `--stop-mismatch fork`: the turn before ended with a stop token of another kind.",
-            "drift": "In capture mode, the server's prompt was another than the session's context.",
-        }.items()
-    )
+    meanings = {
+        "sibling": "The same messages were answered before: a repeat that did not mark itself as a retry, "
+        "`n` > 1, or two calls at once.",
+        "branched": "An earlier turn is continued in another way.",
+        "edited_history": "The messages match no recorded turn: the agent changed or shortened its history.",
+        "new_setup": "Tools or template settings changed.",
+        "template_rewrites": "The template can't append what is asked for.",
+        "template_history": "With `--history template`, the template drops part of earlier turns.",
+        "other_stop": "With `--stop-mismatch fork`: the turn before ended with a stop token of another kind.",
+        "drift": "In capture mode, the server's prompt was another than the session's context.",
+    }
+    return ((cause, meanings[cause]) for cause in verdict.FORKS)
 
 
 def _head(title: str) -> Iterator[str]:

@@ -586,3 +586,57 @@ async def test_asynchronous_client_behaves_like_the_client(gateway_url: str, sto
         await session.delete()
         with pytest.raises(NotFound):
             await session.info()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"a": float("nan")}, r"metadata\['a'\] is nan \(float\): expected None"),
+        ({"a": {"b": [1, b"x"]}}, r"metadata\['a'\]\['b'\]\[1\] is b'x' \(bytes\)"),
+        ({1: 2}, r"metadata has the key 1 \(int\): expected text, such as '1'"),
+        ({"a": {2}}, r"metadata\['a'\] is \{2\} \(set\)"),
+        ({"a": 10**20}, r"metadata\['a'\] is 1000.* \(int\)"),
+        ({"a": np.float32("inf")}, r"metadata\['a'\] is inf \(float\)"),
+        ({"a": np.arange(2)}, r"metadata\['a'\] is array\(\[0, 1\]\) \(ndarray\)"),
+        ({"a": "\ud800"}, r"metadata\['a'\] is '\\ud800' \(str\)"),
+        (["a"], r"metadata is \['a'\] \(list\): expected a dictionary"),
+    ],
+)
+def test_metadata_that_json_would_change_is_refused_by_its_key(
+    client: tokentape.Client, metadata: Any, named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        client.session(metadata=metadata)
+    with pytest.raises(InvalidRequest, match=named):
+        client.take_snapshot(metadata=metadata)
+
+
+def test_numpy_scalars_are_metadata_and_settings(client: tokentape.Client) -> None:
+    metadata = {"n": np.int64(3), np.str_("t"): np.str_("x"), "l": [np.float32(0.5), np.True_], "p": (1, 2)}
+    session = client.session(metadata=metadata, pin={"temperature": np.float64(0.5)})
+    expected = {"n": 3, "t": "x", "l": [0.5, True], "p": [1, 2]}
+    sampling = {"tokentape_sampling": {"pin": {"temperature": 0.5}, "default": {}}}
+    assert session.info().metadata == expected | sampling
+
+
+@pytest.mark.parametrize("values", [["a"], ["1.5"], [1j], [[1], [1, 2]], [object()], np.array(["2026-01-01"], "M8[D]")])
+def test_values_that_are_no_real_numbers_are_refused(client: tokentape.Client, values: Any) -> None:
+    with pytest.raises(InvalidRequest, match="expected one real number per token, found other values: "):
+        client.existing_session("s").annotate("advantages", values, turn=0)
+
+
+def test_an_empty_session_id_is_refused(client: tokentape.Client) -> None:
+    for take_up in (client.session, client.existing_session):
+        with pytest.raises(InvalidRequest, match="the session id is '': expected text"):
+            take_up("")
+    assert list(client.sessions()) == []
+
+
+def test_a_verdict_may_be_one_name(client: tokentape.Client) -> None:
+    session = client.session()
+    talk(session.base_url)
+    (one,) = session.trajectories()
+    assert bits(session.trajectories(verdict=one.verdict)) == bits([one])
+    assert session.trajectories(verdict="forked:sibling,captured") == []
+    with pytest.raises(InvalidRequest, match="unknown verdict 'best'"):
+        session.trajectories(verdict="best")

@@ -145,6 +145,10 @@ def test_a_trajectory_is_read_from_a_line(tmp_path: Path) -> None:
         ('{"ids": ["a"]}', "expected a list of token ids"),
         ('{"ids": [1.5]}', "expected a list of token ids"),
         ('{"ids": [-1]}', "expected a list of token ids"),
+        ('{"ids": [4, -3]}', r"integers from 0 to 2147483647; found -3 \(int\) at position 1"),
+        ('{"ids": [1, 2.5]}', r"found 2.5 \(float\) at position 1"),
+        ('{"ids": [100000000000000000000]}', r"found 100000000000000000000 \(int\) at position 0"),
+        ('{"ids": "abc"}', "found str"),
         ('{"ids": [1, 2], "mask": [1]}', "1 values of mask for 2 ids"),
         ('{"ids": [1, 2], "mask": 1}', "mask: expected a list of numbers"),
         ('{"ids": [1, 2], "mask": ["a", "b"]}', "mask: expected a list of numbers"),
@@ -171,3 +175,29 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         list(iter_rows(tmp_path / "a.parquet"))
     with pytest.raises(InvalidRequest, match="no column who"):
         list(iter_rows(write(tmp_path / "b.parquet", [{"ids": [1]}]), Columns(name="who")))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_leaf_is_part_of_the_name(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a{suffix}", [{"session_id": "s", "leaf": leaf, "token_ids": [leaf]} for leaf in (1, 3)])
+    assert [(row.name, row.session) for row in iter_rows(path)] == [("s:1", "s"), ("s:3", "s")]
+    assert [row.name for row in iter_rows(path, Columns(name="session_id"))] == ["s", "s"]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_of_verl_have_prompt_mask_and_logprobs(tmp_path: Path, suffix: str) -> None:
+    verl = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [1, 0], "response_logprobs": [-1.0, 0.0]}
+    (row,) = iter_rows(write(tmp_path / f"a{suffix}", [verl]))
+    assert (row.ids.tolist(), spans([row])) == ([1, 2, 3], [[(1, 2)]])
+    assert row.logprobs is not None
+    np.testing.assert_array_equal(row.logprobs, np.array([np.nan, -1, 0], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "why"),
+    [([-1.0], "1 values for 2 ids"), ([["a"], ["b"]], "expected a list of numbers, one per id; found list")],
+)
+def test_unusable_logprobs_are_named(tmp_path: Path, logprobs: Any, why: str) -> None:
+    (row,) = iter_rows(write(tmp_path / "a.jsonl", [{"ids": [1, 2], "logprobs": logprobs}]))
+    assert row.logprobs is None
+    assert f"a.jsonl line 1: logprobs: {why}" in row.unread_logprobs

@@ -12,6 +12,7 @@ from tests.chat.test_unseen_templates import parsed
 from tokentape.chat._bridge import overlap
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
+from tokentape.demo import MODEL
 from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 
@@ -593,3 +594,31 @@ LAST_ENDS_OTHERWISE = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m
 def test_end_of_the_last_turn_does_not_close_content() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_ENDS_OTHERWISE))
     assert bridged(renderer, "h") == ("<|im_start|>user: next<|im_start|>assistant: ", "")
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+def test_a_parsed_reply_becomes_the_message_to_bridge_after() -> None:
+    renderer = Renderer.load(MODEL)
+    setup = renderer.setup([ADD])
+    question = {"role": "user", "content": "What do figs cost?"}
+    written = call(1, {"a": 2})
+    turn = {"role": "assistant", "content": None, "reasoning_content": "Let me see.", "tool_calls": [written]}
+    prompt = renderer.render([question], setup).ids
+    whole = renderer.render([question, turn, result(1, "12")], setup).ids
+    stop = next(n for n in range(len(prompt), len(whole)) if whole[n] in renderer.stop_ids(setup))
+    completion = whole[len(prompt) : stop + 1]
+    parser = renderer.parser(setup, prompt_ids=prompt)
+    parser.feed(completion.tolist())
+    _, reply = parser.finish()
+    message = reply.message()
+    (made,) = message.pop("tool_calls")
+    assert message == {"role": "assistant", "content": None, "reasoning_content": "Let me see."}
+    assert (made["type"], made["function"]["name"], json.loads(made["function"]["arguments"])) == (
+        "function",
+        "add",
+        {"a": 2},
+    )
+    added = renderer.bridge(completion, reply.message(), [result(1, "12")], setup)
+    assert [*prompt, *completion, *added.ids] == whole.tolist()

@@ -22,7 +22,6 @@ from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.chat._strategy import choose
 from tokentape.chat._template import ChatTemplate
 from tokentape.errors import TemplateRefused
-from tokentape.gateway._recording import reply_message
 from tokentape.types import Message, Provenance, Setup, TokenIds
 
 
@@ -66,7 +65,7 @@ def bridged(
             for ids in completions(renderer, setup, conversation.reply, rng):
                 parser = renderer.parser(setup)
                 parser.feed(ids.tolist())
-                reply = reply_message(parser.finish()[1])
+                reply = parser.finish()[1].message()
                 if bool(reply.get("tool_calls")) != bool(conversation.reply.get("tool_calls")):
                     continue  # a truncated call gets no result
                 if choose(renderer, certificate, reply, conversation.new, setup, conversation.history) == "local":

@@ -53,3 +53,21 @@ def test_missing_record_is_a_wrong_argument(run: Run, tmp_path: Path) -> None:
         refused = run(command[0], tmp_path / "nothing", *command[1:])
         assert refused.exit_code == 2
         assert "does not exist" in refused.stderr
+
+
+@pytest.mark.parametrize("database", [None, b""], ids=["no database", "empty file"])
+@pytest.mark.parametrize("command", ["archive --to {archive}", "delete --older-than 0s --yes", "score"])
+def test_a_folder_without_a_record_is_refused_and_left_alone(
+    run: Run, tmp_path: Path, command: str, database: bytes | None
+) -> None:
+    folder = tmp_path / "typo"
+    folder.mkdir()
+    if database is not None:
+        (folder / "tokentape.db").write_bytes(database)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    name, *options = command.format(archive=tmp_path / "archive").split()
+    done = run(name, folder, *options)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert ("is not a data directory; name the folder" if database is None else "expected a Tokentape") in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not (tmp_path / "archive").exists()

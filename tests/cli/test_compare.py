@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Record, Run
 from tokentape.chat._renderer import Renderer
+from tokentape.demo import MODEL
 from tokentape.types import Provenance
 
 USER = (Provenance.USER, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -115,3 +116,27 @@ def test_missing_path_is_a_usage_error(run: Run, data: Path) -> None:
 
 def test_json_is_a_format(run: Run, data: Path, exported: Path) -> None:
     assert run("compare", data, exported, "--json").stdout == run("compare", data, exported, "--format", "json").stdout
+
+
+def test_branches_match_by_session_and_leaf(run: Run, data: Path, exported: Path, tmp_path: Path) -> None:
+    row = json.loads(exported.read_text())
+    branches = [row | {"leaf": leaf, "token_ids": [*row["token_ids"][:-1], leaf]} for leaf in (1, 3)]
+    keys = ("session_id", "leaf", "token_ids")
+    sides = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for side, order in zip(sides, (branches, branches[::-1]), strict=True):
+        side.write_text("".join(json.dumps({key: branch[key] for key in keys}) + "\n" for branch in order))
+    model = "--tokenizer", MODEL
+    result = run("compare", *sides, *model)
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (0, "0 of 2 rows differ")
+    result = run("compare", *(f"{side}#s:3" for side in sides), *model)
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (0, "0 of 1 rows differ")
+
+
+def test_logprobs_of_another_length_are_refused(run: Run, data: Path, exported: Path, tmp_path: Path) -> None:
+    row = json.loads(exported.read_text())
+    batch = {"session_id": "s", "token_ids": row["token_ids"], "trainer_logprobs": row["logprobs"][1:]}
+    (tmp_path / "c.jsonl").write_text(json.dumps(batch) + "\n")
+    result = run("compare", data, tmp_path / "c.jsonl")
+    assert result.exit_code == 1
+    tokens = len(row["token_ids"])
+    assert f"c.jsonl line 1: trainer_logprobs: {tokens - 1} values for {tokens} ids; expected one" in result.stderr

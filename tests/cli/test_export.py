@@ -294,3 +294,24 @@ def test_rows_without_groups_give_a_warning(
 ) -> None:
     arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", trainer, "--session", "forked"
     assert ("without --group each session is its own group" in run(*arguments).stderr) == warns
+
+
+@pytest.mark.parametrize(
+    ("file_format", "name", "message"),
+    [
+        ("atif", "t.parquet", "--format atif writes JSON lines, so its name must not end with .parquet: rename "),
+        ("jsonl", "t.parquet", "--format jsonl writes JSON lines, so its name must not end with .parquet: rename "),
+        ("parquet", "t.jsonl", "--format parquet writes Parquet, so its name must not end with .jsonl: rename "),
+    ],
+)
+def test_a_name_of_another_format_is_refused(
+    run: Run, data_dir: Path, tmp_path: Path, file_format: str, name: str, message: str
+) -> None:
+    done = run("export", data_dir, "-o", tmp_path / name, "--format", file_format)
+    assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+    assert not (tmp_path / name).exists()
+
+
+def test_a_file_without_a_name_is_refused(run: Run, data_dir: Path) -> None:
+    done = run("export", data_dir, "-o", "")
+    assert (done.exit_code, "'.' is a folder; expected the name of a file" in done.stderr) == (2, True), done.stderr

@@ -96,5 +96,5 @@ def test_server_address_needs_a_server(run: Run, directory: Path, arguments: tup
 
 def test_missing_record_is_not_created(run: Run, tmp_path: Path) -> None:
     done = run("score", tmp_path / "nowhere")
-    assert (done.exit_code, "is not a data directory" in done.stderr) == (1, True), done.output
+    assert (done.exit_code, "does not exist" in done.stderr) == (2, True), done.output
     assert not (tmp_path / "nowhere").exists()

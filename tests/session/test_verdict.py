@@ -6,7 +6,7 @@ import pytest
 
 from tests.records import UNCHANGED
 from tests.session.builders import assistant, make_turn, user
-from tokentape._session.verdict import BRIDGE_CHECKED, bridge_states, check_verdicts, verdict, wanted_verdict
+from tokentape._session.verdict import BRIDGE_CHECKED, FORKS, bridge_states, check_verdicts, verdict, wanted_verdict
 from tokentape.errors import InvalidRequest
 from tokentape.types import Event, TokenDistribution
 
@@ -146,3 +146,9 @@ def test_reservation_alone_is_not_a_verdict() -> None:
 def test_an_outcome_of_a_check_that_is_not_known_leaves_the_bridge_unchecked(outcome: object) -> None:
     event = Event("s", 1, BRIDGE_CHECKED, {"outcome": outcome}, 1.0)
     assert verdict([ROOT, NEXT], bridge_states([event])) == "exact, bridge unchecked"
+
+
+def test_an_unknown_cause_of_a_fork_is_named() -> None:
+    check_verdicts([f"forked:{cause}" for cause in FORKS])
+    with pytest.raises(InvalidRequest, match="unknown cause 'bogus' of a fork in 'forked:bogus'; expected sibling, "):
+        check_verdicts(["exact", "forked:bogus"])

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sqlite3
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -352,3 +354,23 @@ def test_damaged_bytes_leave_turns_intact_or_are_reported(
         with SqliteStore.open(directory, read_only=True) as store:
             stored = {session.info.session_id: session.turns for session in store.iter_sessions()}
         assert bits(stored) == bits({"a": [*CHAINS["a"], FORK], "b": CHAINS["b"]})
+
+
+@pytest.mark.parametrize(
+    ("damage", "where"),
+    [
+        (
+            lambda data: data[: len(data) // 2],
+            r"tokentape\.db has \d+ bytes; expected \d+, as its header says",
+        ),
+        (lambda data: b"\0" * 100 + data[100:], r"tokentape\.db begins with .*; expected b'SQLite format 3"),
+    ],
+    ids=["cut", "overwritten"],
+)
+def test_a_damaged_file_s_findings_say_where(directory: Path, damage: Callable[[bytes], bytes], where: str) -> None:
+    path = directory / "tokentape.db"
+    path.write_bytes(damage(path.read_bytes()))
+    problems = [finding.problem for finding in verify(directory).findings]
+    assert any(re.match(where, problem) for problem in problems), problems
+    assert any(problem.endswith("; restore it from a backup or an archive") for problem in problems), problems
+    assert not any("tokentape verify" in problem for problem in problems), problems

@@ -359,3 +359,35 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
     assert ran.stderr == ""
     assert f"{'exact':34}held" in ran.stdout
     assert ran.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("nomod:rows", "there is no module 'nomod'; run this where 'nomod' can be imported"),
+        ("tests.nomod:rows", "there is no module 'tests.nomod'; run"),
+        (f"{__name__}:nope", "names nothing; expected MODULE:FUNCTION"),
+        (f"{__name__}:BY_NAME", "names dict; expected MODULE:FUNCTION"),
+        (":rows", "names nothing; expected MODULE:FUNCTION"),
+    ],
+)
+def test_a_wrong_name_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
+    assert main([argument]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("with_reward", [True, False])
+@pytest.mark.parametrize("name", ["exact", "forked", "groups of unequal branches"])
+def test_advantages_of_the_wrong_sign_are_named(name: str, with_reward: bool) -> None:
+    """Without rewards, two sessions with exchanged advantages look alike."""
+    golden = BY_NAME[name]
+    rows = [
+        replace(row, advantages=[-value for value in row.advantages], reward=row.reward if with_reward else None)
+        for row in right(golden)
+    ]
+    groups = {session.group: [s for s in golden.sessions if s.group == session.group] for session in golden.sessions}
+    expected = {
+        "advantages of the wrong sign" if with_reward or len(sessions) > 2 else "reward of another session"
+        for sessions in groups.values()
+    }
+    assert {finding.kind for finding in findings(golden, rows)} == expected

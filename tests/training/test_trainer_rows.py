@@ -8,9 +8,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from tests.training.test_experts import routed
 from tests.training.test_exports import two_branches
+from tests.training.test_supports import CUT, with_supports
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._samples import Sample
@@ -66,3 +71,86 @@ def test_numbers_that_json_lacks_are_refused() -> None:
     assert json.loads(file.getvalue()) == {"a": 1}
     with pytest.raises(InvalidRequest, match="not finite"):
         write_trainer_rows([{"a": float("nan")}], file)
+
+
+WITH_EXPERTS = "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl"
+WITH_SUPPORTS = "slime", "miles", "skyrl", "prime-rl"
+REPLAYED = [
+    *((trainer, [routed(sample) for sample in two_branches()]) for trainer in WITH_EXPERTS),
+    *((trainer, [replace(with_supports(CUT, CUT), reward=1.0, group="g")]) for trainer in WITH_SUPPORTS),
+]
+
+
+def plain(value: Any) -> Any:
+    """Return a row with arrays as lists, and with bytes of four-byte numbers as lists too."""
+    if isinstance(value, dict):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, bytes):
+        return np.frombuffer(value, "<i4").tolist()
+    return [plain(entry) for entry in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
+
+
+def with_bytes(row: dict[str, Any]) -> dict[str, Any]:
+    """Decode the bytes in a row for prime-rl."""
+    for name, encoded in {"sampling_mask": ("ids", "counts"), "routed_experts": ("data",)}.items():
+        for key in encoded:
+            if isinstance(row.get(name), dict):
+                row[name][key] = msgspec.convert(row[name][key], bytes)
+    return row
+
+
+@pytest.mark.parametrize("parquet", [False, True], ids=["jsonl", "parquet"])
+@pytest.mark.parametrize(("trainer", "samples"), REPLAYED, ids=lambda value: value if isinstance(value, str) else "")
+def test_files_have_the_supports_and_experts_of_the_export(
+    trainer: str, samples: list[Sample], *, parquet: bool
+) -> None:
+    rows = trainer_rows(trainer, samples)
+    replayed = {"sampling_mask", "routed_experts", "rollout_routed_experts", "rollout_top_p_token_ids"}
+    replayed |= {"rollout_sample_support", "rollout_expert_indices"}
+    assert replayed & {*rows[0], *rows[0].get("message_log", [{}])[0]}
+    file = io.BytesIO()
+    write_trainer_rows(rows, file, parquet=parquet)
+    file.seek(0)
+    if parquet:
+        read = pq.read_table(file).to_pylist()
+        objects = [name for name, value in rows[0].items() if isinstance(value, dict)]
+        read = [row | {name: json.loads(row[name]) for name in objects} for row in read]
+        for message in (message for row in read for message in row.get("message_log", ())):
+            for name in [name for name, value in message.items() if value is None]:
+                del message[name]
+    else:
+        read = [json.loads(line) for line in file]
+    assert [plain(with_bytes(row)) for row in read] == [plain(row) for row in rows]
+
+
+class SamplingMask(msgspec.Struct, array_like=True):
+    """The fields of prime-rl's class."""
+
+    ids: bytes
+    counts: bytes
+    logprobs: bytes | None = None
+
+
+class RoutedExperts(msgspec.Struct, array_like=True):
+    """The fields of prime-rl's class."""
+
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+@pytest.mark.parametrize(
+    ("sample", "name", "kind"),
+    [
+        (with_supports(CUT, CUT), "sampling_mask", SamplingMask),
+        (routed(two_branches()[0]), "routed_experts", RoutedExperts),
+    ],
+    ids=["supports", "experts"],
+)
+def test_prime_rl_s_classes_are_made_from_a_file_as_the_page_says(sample: Sample, name: str, kind: Any) -> None:
+    sample = replace(sample, columns={"advantages": np.ones(len(sample.token_ids), np.float32)})
+    file = io.BytesIO()
+    write_trainer_rows(trainer_rows("prime-rl", [sample]), file)
+    row = json.loads(file.getvalue())
+    made = exports.prime_rl_training_sample(sample, "g", sampling_mask=SamplingMask, experts=RoutedExperts)
+    assert msgspec.convert(list(row[name].values()), kind) == made[name]

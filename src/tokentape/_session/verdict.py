@@ -12,6 +12,18 @@ from tokentape.types import Event, Provenance, TokenDistribution, Turn
 VERDICTS = ("exact", "forked", "closed", "captured", "captured with drift")
 """A verdict begins with one of these."""
 
+FORKS = (
+    "sibling",
+    "branched",
+    "edited_history",
+    "new_setup",
+    "template_rewrites",
+    "template_history",
+    "other_stop",
+    "drift",
+)
+"""The causes of forks."""
+
 MODEL_UNVERIFIED = "model unverified"
 BRIDGE_UNCHECKED = "bridge unchecked"
 BRIDGE_DIFFERS = "bridge differs"
@@ -131,7 +143,8 @@ def _verdict(path: Sequence[Turn]) -> str:
 def check_verdicts(entries: Collection[str]) -> None:
     """Raise `InvalidRequest` unless `entries` are a filter that can match a verdict.
 
-    Each entry is one of `VERDICTS`, `forked:CAUSE`, or one of `RESERVATIONS`, but not reservations only.
+    Each entry is one of `VERDICTS`, `forked:CAUSE` with one of `FORKS`, or one of `RESERVATIONS`, but not reservations
+    only.
     """
     if entries and all(entry in RESERVATIONS for entry in entries):
         raise InvalidRequest(f"{', '.join(entries)} matches nothing alone; add a verdict, such as exact", "verdict")
@@ -142,6 +155,10 @@ def check_verdicts(entries: Collection[str]) -> None:
         if word not in VERDICTS or (colon and (word != "forked" or not why.strip())):
             raise InvalidRequest(
                 f"unknown verdict {entry!r}; expected {', '.join(VERDICTS)} or forked:CAUSE", "verdict"
+            )
+        if colon and why.strip() not in FORKS:
+            raise InvalidRequest(
+                f"unknown cause {why.strip()!r} of a fork in {entry!r}; expected {', '.join(FORKS)}", "verdict"
             )
 
 

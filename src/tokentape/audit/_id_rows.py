@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,9 +25,13 @@ from tokentape.types import Codes, Logprobs, Provenance, TokenIds, Trajectory
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
 """Usual names of columns of ids, in order of preference."""
-LOGPROB_COLUMNS = ("logprobs", "trainer_logprobs", "old_logprobs", "rollout_log_probs")
-MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks", "mask")
+LOGPROB_COLUMNS = ("logprobs", "trainer_logprobs", "old_logprobs", "rollout_log_probs", "response_logprobs")
+MASK_COLUMNS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "mask")
 NAME_COLUMNS = ("session_id", "sample_id", "id", "uid")
+LEAF_COLUMN = "leaf"
+"""With `session_id`, names a row `SESSION:LEAF`."""
+PROMPT_COLUMN, AFTER_PROMPT = "prompt_ids", ("completion_ids", "response_ids")
+"""The usual name of a column of prompt ids, and those of the ids after it."""
 
 _BATCH_ROWS = 64
 
@@ -45,6 +50,8 @@ class Columns:
     name: str | None = None
     by: tuple[str, ...] = ()
     """More columns to split the report by."""
+    leaf: str | None = None
+    """The column with a branch's last turn, for names `SESSION:LEAF`. By default `leaf`, unless `name` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,8 @@ class IdRow:
     """NaN for tokens without a logprob; None if the source has not one value per token. Shape [tokens]."""
     session: str = ""
     """The row's session, or its name if it has no session. Rows of one session are not statistically independent."""
+    unread_logprobs: str = ""
+    """Why the source's column of logprobs can't be used; empty if it can, or if there is none."""
 
 
 def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[IdRow]:
@@ -147,7 +156,8 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
             return
         names = file.schema_arrow.names
         chosen = _chosen(columns, names, str(path))
-        selected = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
+        selected = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, chosen.leaf) if name]
+        selected += chosen.by
         selected += [name for name in LOGPROB_COLUMNS if name in names][:1]
         groups = None if row_group is None else [row_group]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
@@ -187,7 +197,7 @@ def _json_row(line: bytes, columns: Columns, number: int, where: str) -> IdRow:
 
 
 def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
-    explicit = (columns.ids, columns.mask, columns.prompt, columns.name, *columns.by)
+    explicit = (columns.ids, columns.mask, columns.prompt, columns.name, columns.leaf, *columns.by)
     absent = [name for name in explicit if name is not None and name not in names]
     if absent:
         raise InvalidRequest(f"{where}: no column {', '.join(absent)}; choose from {', '.join(names)}")
@@ -195,15 +205,18 @@ def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
     def first(requested: str | None, usual: Sequence[str]) -> str | None:
         return requested or next((name for name in usual if name in names), None)
 
-    paired = "prompt_ids" in names and "completion_ids" in names
-    ids = first(columns.ids, ("completion_ids",) if paired else IDS_COLUMNS)
+    paired = [name for name in AFTER_PROMPT if name in names and PROMPT_COLUMN in names]
+    ids = first(columns.ids, paired or IDS_COLUMNS)
     if ids is None:
         raise InvalidRequest(
             f"{where}: no column of ids: expected one of {', '.join(IDS_COLUMNS)}, found {', '.join(names)}; pass its "
             "name as --ids-column"
         )
-    prompt = columns.prompt or ("prompt_ids" if paired and ids == "completion_ids" else None)
-    return Columns(ids, first(columns.mask, MASK_COLUMNS), prompt, first(columns.name, NAME_COLUMNS), columns.by)
+    prompt = columns.prompt or (PROMPT_COLUMN if ids in paired else None)
+    name = first(columns.name, NAME_COLUMNS)
+    has_leaf = columns.name is None and name == NAME_COLUMNS[0]
+    leaf = first(columns.leaf, (LEAF_COLUMN,) if has_leaf else ())
+    return Columns(ids, first(columns.mask, MASK_COLUMNS), prompt, name, columns.by, leaf)
 
 
 def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRow:
@@ -225,34 +238,62 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
         for n, (start, end) in enumerate(spans)
     ]
     name = value.get(columns.name) if columns.name else None
-    row = str(number) if name is None else str(name)
+    leaf = value.get(columns.leaf) if columns.leaf else None
+    session = str(number) if name is None else str(name)
+    row = session if leaf is None else f"{session}:{leaf}"
     provenance = None if mask is None and not len(prompt) else codes
-    column = next((column for column in LOGPROB_COLUMNS if column in value), "")
-    logprobs = _logprobs(value.get(column), len(own), len(prompt))
-    return IdRow(row, ids, tuple(row_spans), provenance, 1, mask, logprobs, session=row)
+    column = next((column for column in LOGPROB_COLUMNS if value.get(column) is not None), "")
+    logprobs, problem = _logprobs(value.get(column), len(own), len(prompt))
+    return IdRow(
+        row,
+        ids,
+        tuple(row_spans),
+        provenance,
+        mask=mask,
+        logprobs=logprobs,
+        session=session,
+        unread_logprobs=problem and f"{where}: {column}: {problem}",
+    )
 
 
-def _logprobs(values: Any, tokens: int, prompt: int) -> Logprobs | None:
-    """Return logprobs for a prompt and `tokens` ids, NaN if missing. Return None if there is not one value per id."""
+def _logprobs(values: Any, tokens: int, prompt: int) -> tuple[Logprobs | None, str]:
+    """Return logprobs for a prompt and `tokens` ids, NaN if missing. Else return None, and what is wrong with them."""
+    if values is None:
+        return None, ""
     try:
         logprobs = np.asarray(values, np.float32)  # null in JSON is NaN here
     except (TypeError, ValueError):
-        return None
+        logprobs = np.zeros((), np.float32)
+    if logprobs.ndim == 0:
+        return None, f"expected a list of numbers, one per id; found {type(values).__name__}"
     if logprobs.shape == (tokens,):
         logprobs = np.concatenate([np.full(prompt, np.nan, np.float32), logprobs])
-    return logprobs if logprobs.shape == (prompt + tokens,) else None
+    if logprobs.shape == (prompt + tokens,):
+        return logprobs, ""
+    shape = f"{len(logprobs)} values" if logprobs.ndim == 1 else f"an array of shape {logprobs.shape}"
+    return None, f"{shape} for {tokens} ids; expected one number per id"
 
 
 def _ids(value: Any, where: str) -> TokenIds:
-    try:
+    with suppress(TypeError, ValueError):
         wide = np.asarray(value)
         if wide.ndim == 1 and not len(wide):
             return np.empty(0, np.int32)
-        if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() >= 2**31:
-            raise ValueError
-        return wide.astype(np.int32)
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"{where}: expected a list of token ids") from None
+        if wide.ndim == 1 and wide.dtype.kind in "iu" and wide.min() >= 0 and wide.max() <= _MOST:
+            return wide.astype(np.int32)
+    raise InvalidRequest(f"{where}: expected a list of token ids, integers from 0 to {_MOST}; found {_not_ids(value)}")
+
+
+_MOST = 2**31 - 1
+
+
+def _not_ids(value: Any) -> str:
+    """Return the first element that is no id, with its position; for no list, the value's type."""
+    for n, element in enumerate(value if isinstance(value, list | np.ndarray) else ()):
+        plain = element.item() if isinstance(element, np.generic) else element
+        if isinstance(plain, bool) or not isinstance(plain, int) or not 0 <= plain <= _MOST:
+            return f"{str(plain)[:40]} ({type(plain).__name__}) at position {n}"
+    return "nothing" if value is None else type(value).__name__
 
 
 def _mask(value: Any, where: str) -> npt.NDArray[np.bool_]:

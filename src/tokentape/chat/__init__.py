@@ -6,7 +6,7 @@
     parser = renderer.parser(setup)
     parser.feed(sampled_ids)
     _, reply = parser.finish()                                      # content, reasoning, tool calls
-    more = renderer.bridge(sampled_ids, message, new_messages, setup)  # ids to append for new messages
+    more = renderer.bridge(sampled_ids, reply.message(), new_messages, setup)  # ids to append for new messages
 
 `certify` renders a grammar of conversations with the template and returns a `Certificate`: which bridges are exact,
 which messages the parser reads back unchanged, and what the template drops.

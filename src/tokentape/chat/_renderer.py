@@ -226,7 +226,8 @@ class Renderer(TemplateText):
         """Return the ids to append after a sampled turn for `new_messages`, ending with the generation prompt.
 
         `completion_ids` are the turn's sampled ids, which the bridge never repeats or replaces, and `reply` is the
-        message parsed from them. A truncated turn is closed as the template closes turns, with provenance CLOSE.
+        message parsed from them, such as `Reply.message`. A truncated turn is closed as the template closes turns, with
+        provenance CLOSE.
 
         Without `history`, the bridge is computed after a placeholder user message (strategy `local`), at a cost that
         does not depend on the conversation. With `history`, the messages before `reply`, it is computed in the real

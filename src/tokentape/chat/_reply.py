@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 CallStatus = Literal["ok", "bad_arguments", "unclosed", "unknown_tool"]
 
@@ -39,6 +39,24 @@ class Reply:
     def calls_for_client(self) -> tuple[ToolCall, ...]:
         """The calls that clients get. Unclosed calls are left out because their text is content."""
         return tuple([call for call in self.tool_calls if call.status != "unclosed"])
+
+    def message(self) -> dict[str, Any]:
+        """Return the assistant message that clients get, as `Renderer.bridge` and `Renderer.render` take it.
+
+        A call has the id that the model wrote, or None. If tool results name a call by its id, set one first.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = self.calls_for_client
+        if calls:
+            message["tool_calls"] = [function_call(call.id, call.name, call.arguments) for call in calls]
+        return message
+
+
+def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call as an entry of a message's `tool_calls`."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)

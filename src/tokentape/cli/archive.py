@@ -11,7 +11,7 @@ from tokentape.cli.arguments import AdminKey, AsJson, GatewayUrl, StoreLocation,
 from tokentape.cli.output import print_json, working
 from tokentape.client import Client
 from tokentape.store._archive import SnapshotClient, archive_sessions
-from tokentape.store._location import open_record, served_model, shown
+from tokentape.store._location import open_existing, open_record, served_model, shown
 from tokentape.store._snapshots import Selection
 
 
@@ -34,7 +34,7 @@ def archive(
     seconds = age(older_than, "--older-than")
     with (
         ExitStack() as stack,
-        open_record(store, read_only=url is not None) as opened,
+        open_existing(store) if url is None else open_record(store, read_only=True) as opened,
         working("selecting sessions") as status,
     ):
         taker: Any = SnapshotClient(opened)

@@ -16,7 +16,8 @@ SAME_AS_SERVE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a command that also accepts the arguments of `serve`."""
 
 
-def _record(value: str) -> str:
+def record(value: str) -> str:
+    """Return `value` if it is a URL or a folder. Otherwise raises `BadParameter`."""
     from tokentape.store._location import EXPECTED, is_record
 
     if not is_record(value):
@@ -74,14 +75,21 @@ def existing_folder(help: str, metavar: str | None = None, *flags: str) -> Any: 
 
 def new_file(help: str, *flags: str) -> Any:  # noqa: A002
     """Return an option for an output file."""
-    return typer.Option(*flags, metavar="FILE", dir_okay=False, help=help)
+    return typer.Option(*flags, metavar="FILE", dir_okay=False, help=help, callback=_no_folder)
+
+
+def _no_folder(value: Path | None) -> Path | None:
+    # The path of an empty text is the current folder.
+    if value is not None and value.is_dir():
+        raise typer.BadParameter(f"{str(value)!r} is a folder; expected the name of a file.")
+    return value
 
 
 StoreLocation: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="STORE",
-        callback=_record,
+        callback=record,
         help="Data directory (--data) of a gateway, running or not, postgresql://user@host/database, or an archive.",
     ),
 ]

@@ -16,7 +16,7 @@ from tokentape.cli.output import print_json
 from tokentape.client import Client, ClientSession
 from tokentape.errors import Conflict, NotFound
 from tokentape.store import Store
-from tokentape.store._location import open_record
+from tokentape.store._location import open_existing, open_record
 
 
 def delete(
@@ -48,7 +48,8 @@ def delete(
     kept: dict[str, str] = {}
     deleted = []
     with ExitStack() as stack:
-        record = stack.enter_context(open_record(store, read_only=url is not None or not yes))
+        writes = url is None and yes
+        record = stack.enter_context(open_existing(store) if writes else open_record(store, read_only=True))
         client = None if url is None else stack.enter_context(Client(url, api_key=api_key, max_retries=0))
         selected = list(_selected(record, where or (), newest, owner))
         for session_id in selected if yes else ():

@@ -100,6 +100,14 @@ def export(
     refuse_output(output)
     if unnamed and output.suffix not in ("", ".jsonl", ".parquet"):
         raise InvalidRequest(f"{output} does not end with .jsonl or .parquet; rename it or pass --format", "output")
+    lines = file_format in ("jsonl", "atif")
+    if output.suffix == (".parquet" if lines else ".jsonl" if file_format == "parquet" else "."):
+        written = "JSON lines" if lines else "Parquet"
+        raise InvalidRequest(
+            f"--format {file_format} writes {written}, so its name must not end with {output.suffix}: rename {output}, "
+            "or pass a different format",
+            "output",
+        )
     with open_record(location, read_only=True) as store, working("exporting") as status:
         now: StoredSession | None = None
 

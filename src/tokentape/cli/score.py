@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessions
-from tokentape.cli.arguments import Adapter, AsJson, EngineKey, existing_folder, flag, option
+from tokentape.cli.arguments import Adapter, AsJson, EngineKey, existing_folder, flag, option, record
 from tokentape.cli.check_logprobs import cause_lines, numbers_line
 from tokentape.cli.extras import require
 from tokentape.cli.output import end, print_json, working
 from tokentape.cli.source import RecordSource, open_tokenizer
 from tokentape.client import Client
 from tokentape.errors import InvalidRequest
-from tokentape.store import open_record
+from tokentape.store._location import open_existing
 
 
 def score(
@@ -26,6 +26,7 @@ def score(
         str,
         typer.Argument(
             metavar="RECORD",
+            callback=record,
             help="A data directory that no gateway has open, postgresql://user@host/database, or the http:// URL of a "
             "running gateway.",
         ),
@@ -115,9 +116,7 @@ def score(
 def _of_store(
     location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **options: Any
 ) -> ScoreReport:
-    # Opening a missing record for writing would create it. Opening it for reading is an error.
-    open_record(location, read_only=True).close()
-    with open_record(location) as store:
+    with open_existing(location) as store:
         source = RecordSource(location, store)
         served = source.served_model()
         folder, tokenizer = open_tokenizer(model, source, option="--model")

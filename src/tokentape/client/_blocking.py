@@ -20,6 +20,7 @@ from tokentape._session.arrow import iter_parquet
 from tokentape._session.jsonl import json_line, trajectory_from_json
 from tokentape.client import _calls as calls
 from tokentape.client._calls import JSON_LINES, PARQUET, Call, Retries, nothing, reader
+from tokentape.client._json_values import json_object
 from tokentape.client._results import DropReport, EngineState, SessionEntry, SessionState, SnapshotManifest
 from tokentape.errors import GatewayUnavailable, InvalidRequest
 from tokentape.types import Trajectory, TurnColumn
@@ -73,7 +74,8 @@ class Client:
         `pin` are sampling parameters that no call in the session can change, for example {"temperature": 1.0};
         `default` are parameters for calls that don't set them. To continue a session, pass only its id: with further
         arguments, an existing session raises `Conflict`. A mistyped id creates a new, empty session;
-        `existing_session` creates none.
+        `existing_session` creates none. NumPy scalars are sent as numbers and text; raises `InvalidRequest`, naming the
+        key, for values that JSON can't represent, and for an empty id.
         """
         call = calls.create_session(session_id, metadata=metadata, pin=pin, default=default)
         return ClientSession(self, self._send(call))
@@ -107,7 +109,7 @@ class Client:
         """
         body: dict[str, Any] = {"since": since, "idle_seconds": idle_seconds, "wait_checks": wait_checks}
         body["session_ids"] = None if session_ids is None else list(session_ids)
-        body["metadata"] = None if metadata is None else dict(metadata)
+        body["metadata"] = None if metadata is None else json_object(metadata, "metadata")
         read, encoded = reader(int, "snapshot_id"), msgspec.json.encode(body)
         # A retry would take a second snapshot.
         call = Call("POST", "/snapshots", read, encoded, wait=wait_checks, repeatable=False)
@@ -280,8 +282,8 @@ class ClientSession:
         The gateway waits up to `wait_checks` seconds for pending bridge checks. After that, verdicts of unchecked
         branches have `bridge unchecked`.
 
-        `verdict` selects trajectories, for example `["exact", "forked:sibling"]`; `forked` means every fork. It does
-        not change masks: turns trained in an excluded trajectory are not trained in a different one.
+        `verdict` selects trajectories, for example `["exact", "forked:sibling"]`, or `"exact"`; `forked` means every
+        fork. It does not change masks: turns trained in an excluded trajectory are not trained in a different one.
 
         Turns that no client has read completely are excluded unless `unread`.
         """

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape._session.jsonl import trajectory_from_json
+from tokentape.client._json_values import json_object
 from tokentape.client._results import EngineState, SessionEntry, SessionState
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFound, StoreUnavailable, TokentapeError
 from tokentape.types import Trajectory
@@ -169,10 +170,12 @@ def _with_subclasses(kind: type[TokentapeError]) -> Iterator[type[TokentapeError
 def create_session(session_id: str | None, **options: Mapping[str, Any] | None) -> Call[str]:
     """Create a session, with a random id by default, and return its id.
 
-    `options` are its metadata, pins and defaults. If only an id is passed, the session may exist.
+    `options` are its metadata, pins and defaults. If only an id is passed, the session may exist. Raises
+    `InvalidRequest` for an empty id, and for options that JSON can't represent.
     """
-    name = session_id or secrets.token_hex(16)
-    set_options = {key: dict(value) for key, value in options.items() if value is not None}
+    name = secrets.token_hex(16) if session_id is None else session_id
+    session_path(name)
+    set_options = {key: json_object(value, key) for key, value in options.items() if value is not None}
     body: dict[str, Any] = {"session_id": name, **set_options}
     # After a lost response, a session with this id and these options is the one that the request created.
     again = msgspec.json.encode({**body, "exist_ok": True})
@@ -216,6 +219,11 @@ def resume_engine(weight_version: str | None, adapter: str | None = None) -> Cal
 
 
 def session_path(session_id: str) -> str:
+    """Return the path of a session. Raises `InvalidRequest` for an empty id, which would be that of all sessions."""
+    if not session_id:
+        raise InvalidRequest(
+            f"the session id is {session_id!r}: expected text, or no argument for a random id", "session_id"
+        )
     return f"/sessions/{quote(session_id, safe='')}"
 
 
@@ -245,7 +253,13 @@ def annotate_tokens(
     session_id: str, name: str, values: npt.ArrayLike, turn: int | None, leaf: int | None
 ) -> Call[list[int]]:
     """Attach a number to each token. Return the turns that now have values. They replace values of the same name."""
-    numbers = np.asarray(values, "<f4")
+    try:
+        given = np.asarray(values)
+        if given.dtype.kind in "cmMSU":
+            raise TypeError(f"values of type {given.dtype}")
+        numbers = np.asarray(given, "<f4")
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"expected one real number per token, found other values: {error}", "values") from None
     if numbers.ndim != 1:
         raise InvalidRequest(f"values must be one number per token, not {numbers.ndim}-dimensional", "values")
     place = {"turn": turn, "leaf": leaf}
@@ -259,7 +273,8 @@ def read_trajectories(
 ) -> Call[list[Trajectory]]:
     query = f"?wait_checks={int(wait_checks)}" + ("&unread=true" if unread else "")
     if verdict is not None:
-        query += f"&verdict={quote(','.join(verdict), safe='')}"
+        names = verdict if isinstance(verdict, str) else ",".join(verdict)
+        query += f"&verdict={quote(names, safe='')}"
 
     def read(content: bytes) -> list[Trajectory]:
         return [trajectory_from_json(row) for row in msgspec.json.decode(content)["data"]]

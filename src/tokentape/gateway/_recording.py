@@ -143,7 +143,7 @@ class Recorder:
                 parent=parent_seq,
                 setup=prompt.setup.digest,
                 messages=prompt.point.new_messages,
-                reply=reply_message(choice.reply),
+                reply=choice.reply.message(),
                 added_ids=prompt.added.ids,
                 added_provenance=prompt.added.provenance,
                 completion_ids=np.array(choice.ids, dtype=np.int32),
@@ -250,21 +250,6 @@ def finish_of(turn: Turn, reply: Reply) -> Finish:
     if turn.finish_reason == "length":
         return "length"
     return "tool_calls" if reply.calls_for_client else "stop"
-
-
-def reply_message(reply: Reply) -> dict[str, Any]:
-    """Return the assistant message for a reply. A later request that contains it continues the turn."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    calls = reply.calls_for_client
-    if calls:
-        message["tool_calls"] = [function_call(call.id, call.name, call.arguments) for call in calls]
-    return message
-
-
-def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def replayed(

@@ -41,6 +41,13 @@ def open_record(
     return SqliteStore.open(location, synchronous=synchronous, read_only=read_only)
 
 
+def open_existing(location: str | Path) -> Store:
+    """Open a record for writing. Raises like `open_record`, and `StoreError` if it does not exist yet."""
+    if not is_archive(location):
+        open_record(location, read_only=True).close()
+    return open_record(location)
+
+
 def refuse_output(path: Path | None, *inputs: str | Path | None) -> None:
     """Raise `InvalidRequest` if a command that reads `inputs` must not write to the file `path`, unless it is None.
 

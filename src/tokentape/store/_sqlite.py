@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -84,7 +84,7 @@ class SqliteStore(Store):
             writer = None
             if read_only:
                 if not path.is_file():
-                    raise StoreError(f"{path} does not exist: {directory} is not a data directory")
+                    raise StoreError(no_database(directory))
             else:
                 make_directory(directory)
                 try:
@@ -237,6 +237,33 @@ def _migrated_copy(path: Path) -> TemporaryDirectory[str] | None:
     return folder
 
 
+def no_database(directory: str | Path) -> str:
+    """Return the error message for a directory without a database."""
+    return (
+        f"{Path(directory) / DATABASE_NAME} does not exist: {directory} is not a data directory; name the folder that "
+        "was passed to `tokentape serve --data`"
+    )
+
+
+def file_faults(path: Path) -> Iterator[str]:
+    """Yield what is wrong with the header and the size of a damaged database (https://www.sqlite.org/fileformat.html).
+
+    SQLite itself reports only that such a file is damaged.
+    """
+    with open(path, "rb") as file:
+        header = file.read(100)
+    if not header.startswith(_MAGIC):
+        yield f"{path.name} begins with {header[:16]!r}; expected {_MAGIC!r}: it was overwritten, or is no database"
+        return
+    page_bytes, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+    size, expected = path.stat().st_size, (65536 if page_bytes == 1 else page_bytes) * pages
+    if size < expected:
+        yield f"{path.name} has {size} bytes; expected {expected}, as its header says: the end is missing"
+
+
+_MAGIC = b"SQLite format 3\0"
+
+
 def explain(error: DBAPIError | sqlite3.Error) -> StoreFailure:
     """Convert a SQLite error (https://www.sqlite.org/rescode.html) to a failure.
 
@@ -253,7 +280,10 @@ def explain(error: DBAPIError | sqlite3.Error) -> StoreFailure:
 
 explained = partial(explaining, explain)
 
-_DAMAGED = StoreFailure(StoreCorrupt, "the database is damaged ({}); `tokentape verify` shows where", fatal=True)
+SHOWN_BY_VERIFY = "; `tokentape verify` shows where"
+"""The end of the message of damage, which verify itself replaces."""
+
+_DAMAGED = StoreFailure(StoreCorrupt, f"the database is damaged ({{}}){SHOWN_BY_VERIFY}", fatal=True)
 _LOCKED = StoreFailure(StoreLocked, "another program holds a lock on the database; stop it")
 _RECORDED = StoreFailure(Conflict, "this is already recorded")
 _FAILURES = {

@@ -24,7 +24,14 @@ from tokentape.store._location import refuse_output
 from tokentape.store._reads import together
 from tokentape.store._rows import decode
 from tokentape.store._snapshots import decode_snapshot
-from tokentape.store._sqlite import DATABASE_NAME, explained, reading_engine
+from tokentape.store._sqlite import (
+    DATABASE_NAME,
+    SHOWN_BY_VERIFY,
+    explained,
+    file_faults,
+    no_database,
+    reading_engine,
+)
 from tokentape.types import RecordedReply, Turn, TurnColumn, TurnPayload
 
 _TOKENS_AT_ONCE = 2**16
@@ -139,25 +146,30 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
     else:
         path = Path(location) / DATABASE_NAME
         if not path.is_file():
-            raise StoreError(f"{path} does not exist: {location} is not a data directory")
-        check = _Check(reading_engine(path), explained)
+            raise StoreError(no_database(location))
+        check = _Check(reading_engine(path), explained, path)
     try:
         for session in check.sessions_in_order():
             for visit in visits:
                 visit(session)
     finally:
         check.engine.dispose()
+    check.add_file_faults()
     return VerifyReport(check.sessions, check.turns, check.tokens, tuple(check.findings))
 
 
 class _Check:
     """A run of `verify`, with its counts and findings so far."""
 
-    def __init__(self, engine: Engine, explained: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, engine: Engine, explained: Callable[[], AbstractContextManager[None]], path: Path | None = None
+    ) -> None:
         self.sessions = self.turns = self.tokens = 0
         self.findings: list[VerifyFinding] = []
         self.engine = engine
         self._explained = explained
+        self._path = path
+        self._damaged = False
         self._good_setups: set[str] = set()
 
     def sessions_in_order(self) -> Iterator[SessionHead]:
@@ -217,6 +229,11 @@ class _Check:
                 self._add_finding(f"SQLite: {line}")
         for table, *_ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
             self._add_finding(f"a row in {table} refers to a row that does not exist")
+
+    def add_file_faults(self) -> None:
+        """If SQLite found the file damaged, add what its header and size show."""
+        for problem in file_faults(self._path) if self._damaged and self._path else ():
+            self._add_finding(problem)
 
     def _check_snapshots(self, connection: Connection) -> None:
         for row in connection.execute(select(schema.snapshots)):
@@ -333,7 +350,11 @@ class _Check:
             with self._explained():
                 yield
         except StoreError as error:
-            self._add_finding(str(error), session_id, turn)
+            problem = str(error)
+            if SHOWN_BY_VERIFY in problem:
+                self._damaged = True
+                problem = problem.replace(SHOWN_BY_VERIFY, "; restore it from a backup or an archive")
+            self._add_finding(problem, session_id, turn)
         except Exception as error:
             # A damaged row may contain values of any type, and an index may point anywhere.
             self._add_finding(f"it can't be read ({type(error).__name__})", session_id, turn)

@@ -269,6 +269,7 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding
     by_session = golden.advantages()
     by_row = golden.advantages([match.session.name for match in placed if match.trained])
     groups: dict[str, list[tuple[float, float, float]]] = {}
+    rewarded = all(match.row.reward == match.session.reward for match in placed if match.scored)
     for match in placed:
         name, advantages = match.session.name, match.row.advantages
         values = set() if advantages is None else {float(advantages[position]) for position in match.trained}
@@ -284,6 +285,8 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding
         least = times.min()
         if _proportional(actual, of_rows):
             kind = "siblings counted as sessions"
+        elif _proportional(-actual, expected) and (rewarded or not _symmetric(expected)):
+            kind = "advantages of the wrong sign"
         elif least < 0:
             kind = "reward of another session"
         else:
@@ -291,6 +294,12 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding
             kind = "reward counted several times" if whole else "advantages differ"
         shown = f"{actual.round(4).tolist()}, which should be proportional to {expected.round(4).tolist()}"
         yield RowFinding(kind, f"group {group} has advantages {shown}")
+
+
+def _symmetric(values: npt.NDArray[Any]) -> bool:
+    """Return whether the negated values are the same values, as if sessions had been exchanged."""
+    distinct = np.unique(values.round(6))
+    return bool(np.allclose(distinct, -distinct[::-1]))
 
 
 def _proportional(values: npt.NDArray[Any], to: npt.NDArray[Any]) -> bool:

@@ -124,7 +124,18 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m tokentape.testing.samples MODULE:FUNCTION", file=sys.stderr)
         return 2
     module, _, name = arguments[0].partition(":")
-    report = check_samples(getattr(import_module(module), name))
+    try:
+        adapter = getattr(import_module(module), name, None) if module else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # an import in the module failed
+        print(f"error: there is no module {error.name!r}; run this where {module!r} can be imported", file=sys.stderr)
+        return 2
+    if not callable(adapter):
+        found = "nothing" if adapter is None else type(adapter).__name__
+        print(f"error: {arguments[0]!r} names {found}; expected MODULE:FUNCTION", file=sys.stderr)
+        return 2
+    report = check_samples(adapter)
     print(report)
     return 0 if report.ok else 1
 

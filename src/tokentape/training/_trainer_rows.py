@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import IO, Any
@@ -80,7 +81,7 @@ def accepted_rows(
 
 
 def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parquet: bool = False) -> None:
-    """Write rows as JSON lines, or as Parquet with JSON text for objects."""
+    """Write rows as JSON lines, or as Parquet with JSON text for objects. Bytes become base64 text."""
     lines = map(_line, rows)
     if not parquet:
         file.writelines(f"{line}\n".encode() for line in lines)
@@ -97,9 +98,13 @@ def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parqu
 
 def _line(row: dict[str, Any]) -> str:
     try:
-        return json.dumps(row, default=lambda array: array.tolist(), allow_nan=False)
+        return json.dumps(row, default=_plain, allow_nan=False)
     except ValueError:
         raise InvalidRequest("a row has a number that is not finite, which JSON can't represent: drop it") from None
+
+
+def _plain(value: Any) -> Any:
+    return b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 
 def _apart(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

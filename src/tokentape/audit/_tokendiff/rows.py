@@ -20,6 +20,7 @@ from tokentape.audit._report import escape_invisible as shown
 from tokentape.audit._tokendiff.comparing import Comparison, Difference, compare
 from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.chat._tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest
 
 _Values: TypeAlias = npt.NDArray[Any]
 
@@ -76,6 +77,8 @@ def compare_rows(
     A row without a partner is compared with the unmatched row whose name begins with its name, if exactly one does.
     Logprobs up to `max_delta` nats apart count as equal. Rows stay in memory until their partners are read, so files
     in the same order need almost no memory.
+
+    Raises `InvalidRequest` if both rows have logprobs, and those of one are not one number per id.
     """
     for expected_row, recorded_row in _pairs(expected, recorded):
         if expected_row is None or recorded_row is None:
@@ -94,6 +97,10 @@ def compare_rows(
         trained = np.ones(len(ours), np.bool_)
         trained &= True if expected_row.mask is None else expected_row.mask[ours]
         trained &= True if recorded_row.mask is None else recorded_row.mask[theirs]
+        for row, other in ((expected_row, recorded_row), (recorded_row, expected_row)):
+            # Reading does not refuse them, because other commands don't use logprobs.
+            if row.unread_logprobs and (other.unread_logprobs or other.logprobs is not None):
+                raise InvalidRequest(row.unread_logprobs)
         logprobs = _changed(expected_row.logprobs, recorded_row.logprobs, ours[trained], theirs[trained], max_delta)
         yield RowComparison(expected_row.name, recorded_row.line, comparison, None, mask, logprobs)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from tokentape.chat._reply import function_call
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, RequestContext
@@ -21,7 +22,6 @@ from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStar
 from tokentape.gateway._http import check_depth, encode_json, parse_json
 from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
-from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire import shared_fields as shared
 from tokentape.types import Message
 

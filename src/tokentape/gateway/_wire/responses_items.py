@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
+from tokentape.chat._reply import function_call
 from tokentape.errors import InvalidRequest, NotFound, UnsupportedParameter
 from tokentape.gateway._dialect import RequestContext
 from tokentape.gateway._http import check_depth, read_as
 from tokentape.gateway._images import append_content, image_part
-from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire.shared_fields import TEXT_PARTS, refuse_part, shown_type, tool_arguments
 from tokentape.types import Message, Tool
 
