@@ -61,6 +61,19 @@ def test_a_completion_that_goes_on_after_a_requested_stop_id_is_refused(events: 
         tokens.delta(events[-1], [-1.0] * len(events[-1]))
 
 
+def test_length_at_a_requested_stop_id_is_refused_before_max_tokens() -> None:
+    tokens = completion(own_stops=True)
+    tokens.delta([1, 2, 7], [-1.0] * 3)
+    with pytest.raises(EngineContractError, match="length at token 3 of at most 4, which is stop id 7"):
+        tokens.stop("length", None)
+    tokens = completion()
+    tokens.delta([1, 2, 3, 7], [-1.0] * 4)
+    assert tokens.stop("length", None) is None
+    tokens = completion()
+    tokens.delta([1, 2, 3], [-1.0] * 3)
+    assert tokens.stop("length", None) is None
+
+
 def test_an_end_without_tokens_may_follow_a_stop_id() -> None:
     tokens = completion()
     tokens.delta([1, 7], [-1.0, -1.0])

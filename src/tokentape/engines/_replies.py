@@ -293,13 +293,20 @@ class ReceivedTokens:
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         """Return the stop id or stop string that ended the completion; None for reasons other than `stop`.
 
-        Raises `EngineContractError` if the stop was not requested or differs from the last id.
+        Raises `EngineContractError` if the stop was not requested or differs from the last id, or if the reason is
+        `length` although the last id is a requested stop. At `max_tokens`, some servers check the length first.
         """
         if reason == "abort":
             return None
         if self.last_id is None:
             raise EngineContractError(f"the engine finished with {reason} before it sampled anything")
         if reason == "length":
+            most = self.params.max_tokens
+            if self.last_id in self.params.stop_token_ids and self.tokens < most:
+                raise EngineContractError(
+                    f"the engine finished with length at token {self.tokens} of at most {most}, which is stop id "
+                    f"{self.last_id} of the request; expected stop. Use a server that supports `stop_token_ids`"
+                )
             return None
         if isinstance(matched, int) and matched == self.last_id:
             if self.own_stops or matched in self.params.stop_token_ids:
