@@ -165,7 +165,7 @@ class InvariantViolation(TokentapeError):
 
 
 class EngineError(TokentapeError):
-    """The engine failed. The turn was not recorded."""
+    """The engine failed. At most an aborted turn was recorded: the tokens that had arrived, in no trajectory."""
 
     status = 502
     code = "engine_error"
