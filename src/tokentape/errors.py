@@ -173,7 +173,10 @@ class EngineError(TokentapeError):
 
 
 class EngineContractError(EngineError):
-    """The engine's reply is inconsistent: ids are missing, counts differ, or an id is outside the vocabulary."""
+    """The engine's reply contradicts itself or the request.
+
+    Ids are missing, counts differ, an id is outside the vocabulary, or a requested stop or JSON schema is ignored.
+    """
 
     code = "engine_contract"
     retry = False

@@ -96,6 +96,14 @@ def test_alternatives_are_the_most_likely_best_first_without_the_impossible() ->
         alternatives([(3, 4.5)], 1)
 
 
+def test_alternatives_with_more_than_all_probability_are_refused() -> None:
+    with pytest.raises(EngineContractError, match=r"sum to 1\.90; expected at most 1"):
+        alternatives([(1, -0.05), (2, -0.05)], 2)
+    # Rounded to bfloat16, and one id twice.
+    assert len(alternatives([(token_id, -2.984375) for token_id in range(20)], 20)) == 20
+    assert len(alternatives([(1, -0.05), (1, -0.05)], 2)) == 2
+
+
 @pytest.mark.parametrize(("matched", "own_stops"), [(7, False), ("end", False), (7, True)])
 def test_a_stop_that_was_asked_for_is_named(matched: int | str, own_stops: bool) -> None:
     tokens = completion(own_stops=own_stops)
