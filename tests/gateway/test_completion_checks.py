@@ -267,6 +267,18 @@ def test_text_that_servers_decode_differently_is_not_checked(tiny: Served) -> No
     Call(broken, "ZZZ", ["ZZZ"], 0).check(tiny)
 
 
+@pytest.mark.real
+def test_text_inside_a_character_may_be_held_back() -> None:
+    """llama.cpp looks for " " in the last two bytes when the character is complete, and these are inside it."""
+    served = Served.load(REAL / "qwen3")
+    space, rest = 636, next(i for i in range(256) if served.ours.token_bytes(i) == b"\x94")
+    assert served.ours.token_bytes(space) == b" \xe2\x80"
+    ids = [*ids_of(served, "a"), space, rest, *ids_of(served, "b", "c")]
+    call = llamacpp(served, ids, [" "], 0)
+    assert (call.ids, call.stop) == (ids, None)
+    call.check(served)
+
+
 END = "<|im_end|>"
 
 
