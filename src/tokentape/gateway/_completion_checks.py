@@ -59,8 +59,8 @@ def check_stop_strings(
         last = _noticed(tokenizer, ids[: max(len(ids) - late, 0)], data[:valid], ends, string, min_tokens)
         if last is not None:
             raise EngineContractError(
-                f"the engine sampled {len(ids) - 1 - last} more tokens after stop string {number} of the request; "
-                "expected it to stop there. Use a server that supports `stop`"
+                f"the engine continued after stop string {number} of the request (tokens after it: "
+                f"{len(ids) - 1 - last}); expected it to stop there. Use a server that supports `stop`"
             )
 
 
