@@ -165,7 +165,7 @@ class InvariantViolation(TokentapeError):
 
 
 class EngineError(TokentapeError):
-    """The engine failed. The turn was not recorded."""
+    """The engine failed. At most an aborted turn was recorded: the tokens that had arrived, in no trajectory."""
 
     status = 502
     code = "engine_error"
@@ -173,7 +173,10 @@ class EngineError(TokentapeError):
 
 
 class EngineContractError(EngineError):
-    """The engine's reply is inconsistent: ids are missing, counts differ, or an id is outside the vocabulary."""
+    """The engine's reply contradicts itself or the request.
+
+    Ids are missing, counts differ, an id is outside the vocabulary, or a requested stop or JSON schema is ignored.
+    """
 
     code = "engine_contract"
     retry = False

@@ -190,6 +190,8 @@ class Turn:
     - `client`: information about the call from headers of the agent harness.
     - `supports`: for truncated sampling, whether the kept ids are recorded for `all`, `some` or `none` of the tokens.
     - `aborted`, {cause, outcome, why}: the engine aborted the completion, and it was not continued.
+    - `server_limit`: the number of tokens at which the engine ended the completion with `length`, although `max_tokens`
+      and the context allow more.
     - `resume_seeds`: the seeds of the calls that continued the completion.
     - `parse_problem`: why the completion was not parsed.
     - `drift`, {turn, token}: for a fork with this cause, the turn that the server should have continued, and the first

@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=3)
 
 def logprob_of(token_id: int) -> float:
     """Return this server's log-probability of an id, at any position."""
-    return -0.01 * (token_id + 1)
+    return -0.7 * (token_id + 1)
 
 
 def reported(token_id: int, count: int) -> Body:

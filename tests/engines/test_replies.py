@@ -61,6 +61,19 @@ def test_completion_that_continues_after_a_requested_stop_id_is_refused(events: 
         tokens.delta(events[-1], [-1.0] * len(events[-1]))
 
 
+def test_length_at_a_requested_stop_id_is_refused_before_max_tokens() -> None:
+    tokens = completion(own_stops=True)
+    tokens.delta([1, 2, 7], [-1.0] * 3)
+    with pytest.raises(EngineContractError, match="length at token 3 of at most 4, which is stop id 7"):
+        tokens.stop("length", None)
+    tokens = completion()
+    tokens.delta([1, 2, 3, 7], [-1.0] * 4)
+    assert tokens.stop("length", None) is None
+    tokens = completion()
+    tokens.delta([1, 2, 3], [-1.0] * 3)
+    assert tokens.stop("length", None) is None
+
+
 def test_an_end_without_tokens_may_follow_a_stop_id() -> None:
     tokens = completion()
     tokens.delta([1, 7], [-1.0, -1.0])
@@ -81,6 +94,14 @@ def test_alternatives_are_sorted_without_impossible_ids() -> None:
         alternatives([(3, -3.4e38)], 1)
     with pytest.raises(EngineContractError, match="logits"):
         alternatives([(3, 4.5)], 1)
+
+
+def test_alternatives_with_more_than_all_probability_are_refused() -> None:
+    with pytest.raises(EngineContractError, match=r"sum to 1\.90; expected at most 1"):
+        alternatives([(1, -0.05), (2, -0.05)], 2)
+    # Rounded to bfloat16, and one id twice.
+    assert len(alternatives([(token_id, -2.984375) for token_id in range(20)], 20)) == 20
+    assert len(alternatives([(1, -0.05), (1, -0.05)], 2)) == 2
 
 
 @pytest.mark.parametrize(("matched", "own_stops"), [(7, False), ("end", False), (7, True)])

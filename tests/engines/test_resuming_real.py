@@ -34,6 +34,7 @@ from tokentape.engines._sglang import SglangEngine
 from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import EngineAborted
 from tokentape.gateway._app import create_app
+from tokentape.gateway._completion_checks import check_stop_strings
 from tokentape.gateway._events import TurnDone, TurnRequest
 from tokentape.gateway._limits import OnAbort
 from tokentape.gateway._serve import running
@@ -224,6 +225,42 @@ def different(turn: Turn, whole: Turn, forward: Callable[[np.ndarray], np.ndarra
         return "different"
     row = forward(np.concatenate([whole.added_ids, whole.completion_ids]))[len(whole.added_ids) + at - 1]
     return "tie" if abs(row[actual_ids[at]] - row[expected_ids[at]]) < TIE else "different"
+
+
+def test_no_stop_of_a_real_server_is_refused(server: Server, renderer: Renderer) -> None:
+    """At a high temperature, the model spells strings in unusual tokens and ends completions inside characters."""
+    tokenizer, draw = renderer.tokenizer, random.Random(5)
+
+    async def body() -> tuple[int, int]:
+        engine = await server.open()
+        texts, limit = ["the answer is", "a"], asyncio.Semaphore(8)
+
+        async def call(index: int) -> bool:
+            prompt = np.array([draw.randrange(tokenizer.vocab_size) for _ in range(12)], np.int32)
+            text = draw.choice(texts)
+            at = draw.randrange(len(text))
+            stops = (text[at : at + draw.randrange(1, 6)], draw.choice([" ", "\n", "e", "the", ".", '"']))
+            params = SamplingParams(
+                60, temperature=draw.choice([1.0, 1.5]), stop_strings=stops, min_tokens=draw.choice([0, 0, 5, 20])
+            )
+            async with limit:
+                deltas = [
+                    delta async for delta in engine.sample(prompt, params, stream=False, request_id=f"stops-{index}")
+                ]
+            ids = [token_id for delta in deltas for token_id in delta.token_ids]
+            texts.append(tokenizer.decode(ids) or "a")
+            stop, late = deltas[-1].stop, engine.info.late_stops
+            check_stop_strings(tokenizer, ids, stop, stops, params.min_tokens, late)
+            return stop is not None
+
+        try:
+            return CALLS, sum(await asyncio.gather(*map(call, range(CALLS))))
+        finally:
+            await engine.close()
+
+    calls, stopped = asyncio.run(body())
+    print(f"\n{calls} calls, {stopped} ended at a stop string")
+    assert calls / 4 < stopped < calls
 
 
 def test_greedy_completions_equal_the_uninterrupted_ones(server: Server, renderer: Renderer, tmp_path: Path) -> None:

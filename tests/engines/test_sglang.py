@@ -641,6 +641,17 @@ def test_a_server_that_adds_its_own_sampling_parameters_is_refused(server: FakeS
     assert sample(server)
 
 
+@pytest.mark.parametrize(("algorithm", "late"), [(None, 0), ("EAGLE", 64)])
+def test_a_server_that_speculates_may_look_for_stops_late(server: FakeServer, algorithm: str | None, late: int) -> None:
+    async def late_stops() -> int:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        await engine.close()
+        return engine.info.late_stops
+
+    server.reset(answers(speculative_algorithm=algorithm))
+    assert asyncio.run(late_stops()) == late
+
+
 def test_another_server_is_not_taken_for_sglang(server: FakeServer) -> None:
     server.answers["/server_info"] = JSONResponse({"hello": "world"})
     with pytest.raises(EngineContractError, match="SGLang"):

@@ -483,6 +483,17 @@ def test_logprobs_mode_is_determined_with_top_k_1(server: FakeVllm, alternatives
     assert asyncio.run(main()) == mode
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_alternatives_without_the_sampled_id_are_refused(server: FakeVllm, stream: bool) -> None:
+    def other(events: list[dict[str, Any]]) -> None:
+        for row in finishing(events)["logprobs"]["top_logprobs"]:
+            row.clear()
+            row["token_id:99"] = -0.5
+
+    with pytest.raises(EngineContractError, match="which is not among the 1 alternatives"):
+        open_and_sample(server, replace(PARAMS, top_logprobs=2), stream=stream, answer=tampered(other))
+
+
 def test_a_server_that_reports_logits_below_zero_is_refused(server: FakeVllm) -> None:
     alternatives = {"token_id:11": -0.2, "token_id:1": -0.4, "token_id:2": -0.6}
     server.answer = tampered(lambda e: first(e)["logprobs"].update(top_logprobs=[alternatives]))

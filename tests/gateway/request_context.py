@@ -29,5 +29,8 @@ class FakeContext:
     takes_images: bool = False
     enforces_tools: bool = False
 
+    def reads_kwarg(self, name: str) -> bool:
+        return name == "enable_thinking"
+
     async def conversation(self, reply_id: str) -> tuple[Message, ...]:
         raise NotFound(f"there is no reply {reply_id!r}")

@@ -84,6 +84,12 @@ class ChatTemplate:
         """The constants that the template compares with messages."""
         return compared(parse_template(self.whole_source.replace("\0", "\n")))
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads, its own variables included."""
+        tree = parse_template(self.whole_source.replace("\0", "\n"))
+        return frozenset(node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load")
+
     def render(
         self,
         messages: Sequence[Message],

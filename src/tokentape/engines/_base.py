@@ -61,6 +61,9 @@ class SamplingParams:
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 """The modes that the embedded engine supports; see `EngineInfo.logprobs_mode`."""
 
+SPECULATED = 64
+"""The most tokens that a server with speculative decoding is expected to sample in a step."""
+
 UNKNOWN_MODE = "unverified_logprobs"
 """The logprobs mode of an engine that does not report it."""
 
@@ -163,6 +166,9 @@ class EngineInfo:
     """The penalties that count prompt tokens like completion tokens."""
     scoring_paths: tuple[str, ...] = ()
     """The server's paths that may return prompt logprobs, in the order to try them."""
+    late_stops: int = 0
+    """How many tokens may follow a stop string before the engine looks for it. Speculative decoding samples several
+    tokens at a time; not all servers look for stops between them."""
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])

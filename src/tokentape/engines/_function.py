@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tokentape.engines._base import UNKNOWN_MODE, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import SPECULATED, UNKNOWN_MODE, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._replies import ReceivedTokens, finish_reason_of
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, TokentapeError
@@ -75,6 +75,7 @@ class FunctionEngine:
             max_context=max_context,
             logprobs_mode=logprobs_mode,
             sampling=sampling | {"max_tokens"},
+            late_stops=SPECULATED,
         )
 
     async def sample(

@@ -284,8 +284,8 @@ class _HttpReply:
             raise limit.error(self._path) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
-                f"the connection broke during the engine's reply at {self._path} ({type(error).__name__}); nothing "
-                "was recorded, send the request again"
+                f"the connection broke during the engine's reply at {self._path} ({type(error).__name__}); at "
+                "most an aborted turn was recorded, send the request again"
             ) from None
         finally:
             expiry.cancel()

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, SPECULATED, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._identity import chosen, served_cards
 from tokentape.engines._remote import RemoteEngine, any_id
@@ -47,6 +47,8 @@ class CompletionsApi:
     """Whether the server also ends at the model's own end-of-sequence ids."""
     logprobs_mode: str
     """See `EngineInfo`. The API does not report it."""
+    late_stops: int = 0
+    """See `EngineInfo`. The API does not report whether the server speculates."""
 
 
 APIS = (
@@ -76,6 +78,7 @@ APIS = (
         top_k_off=-1,
         own_stops=True,
         logprobs_mode="scaled_logprobs",
+        late_stops=SPECULATED,
     ),
 )
 
@@ -105,6 +108,7 @@ class OpenAiEngine(RemoteEngine):
             logprobs_mode=api.logprobs_mode,
             sampling=frozenset(api.fields),
             scoring_paths=("/v1/completions",) if api.owned_by == "vllm" else (),
+            late_stops=api.late_stops,
         )
         try:
             await cls(http, any_id(info), api)._probe()

@@ -103,7 +103,9 @@ class EnginePool:
             raise
         shared = frozenset.intersection(*(engine.info.sampling for engine in engines)) | {"session_id"}
         room = min(engine.info.max_context for engine in engines)
-        return cls(replicas, replace(engines[0].info, sampling=shared, max_context=room), recheck_seconds)
+        late = max(engine.info.late_stops for engine in engines)
+        info = replace(engines[0].info, sampling=shared, max_context=room, late_stops=late)
+        return cls(replicas, info, recheck_seconds)
 
     @property
     def info(self) -> EngineInfo:

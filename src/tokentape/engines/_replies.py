@@ -47,6 +47,9 @@ DONE = b"[DONE]"
 ROUNDING = 1e-3
 """A log-probability may exceed 0 by this much because of rounding. Logits exceed it by far."""
 
+_MOST_PROBABILITY = 1.05
+"""The probabilities of alternatives may sum to this much: bfloat16 rounds a log-probability of -3 by up to 0.008."""
+
 LOWEST = -1e30
 """Lower or equal numbers mean minus infinity, which JSON lacks: servers send their lowest number instead."""
 
@@ -96,6 +99,12 @@ def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest:
         raise EngineContractError("the engine returned an empty list of alternatives for a token")
     if pairs[0][1] > ROUNDING:
         raise logits_error()
+    total = sum(map(math.exp, dict(pairs).values()))
+    if total > _MOST_PROBABILITY:
+        raise EngineContractError(
+            f"the engine reports alternatives for a token whose probabilities sum to {total:.2f}; expected at most 1. "
+            "If these are logits, start vLLM with --logprobs-mode raw_logprobs"
+        )
     return tuple(pairs[:top])
 
 
@@ -293,13 +302,20 @@ class ReceivedTokens:
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         """Return the stop id or stop string that ended the completion; None for reasons other than `stop`.
 
-        Raises `EngineContractError` if the stop was not requested or differs from the last id.
+        Raises `EngineContractError` if the stop was not requested or differs from the last id, or if the reason is
+        `length` although the last id is a requested stop. At `max_tokens`, some servers check the length first.
         """
         if reason == "abort":
             return None
         if self.last_id is None:
             raise EngineContractError(f"the engine finished with {reason} before it sampled anything")
         if reason == "length":
+            most = self.params.max_tokens
+            if self.last_id in self.params.stop_token_ids and self.tokens < most:
+                raise EngineContractError(
+                    f"the engine finished with length at token {self.tokens} of at most {most}, which is stop id "
+                    f"{self.last_id} of the request; expected stop. Use a server that supports `stop_token_ids`"
+                )
             return None
         if isinstance(matched, int) and matched == self.last_id:
             if self.own_stops or matched in self.params.stop_token_ids:

@@ -18,7 +18,15 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, OVER_SUPPORTS, EngineInfo, Images, SampleDelta, SamplingParams
+from tokentape.engines._base import (
+    DISTRIBUTION,
+    OVER_SUPPORTS,
+    SPECULATED,
+    EngineInfo,
+    Images,
+    SampleDelta,
+    SamplingParams,
+)
 from tokentape.engines._distributions import truncates
 from tokentape.engines._http import HttpClient, attempt
 from tokentape.engines._identity import served_cards
@@ -86,6 +94,7 @@ class SglangEngine(RemoteEngine):
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
             media=frozenset({"image"} if images else ()),
             scoring_paths=("/generate",),
+            late_stops=SPECULATED if server.speculative_algorithm else 0,
         )
         engine = cls(http, info, server, verify_prompt=verify_prompt)
         engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
@@ -214,6 +223,7 @@ class _SglangServer(msgspec.Struct):
     skip_tokenizer_init: bool = False
     grammar_backend: str | None = None
     enable_session_radix_cache: bool = False
+    speculative_algorithm: str | None = None
 
 
 class _SglangModelInfo(msgspec.Struct):

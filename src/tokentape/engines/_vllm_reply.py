@@ -195,6 +195,12 @@ class VllmReply(EngineReply):
                 f"the engine returned {len(named)} token_ids and log-probabilities for {len(ids)} ids; expected the "
                 "same ids (return_token_ids needs vLLM 0.10.2 or newer)"
             )
+        for token_id, top in zip(ids, tops, strict=False):
+            if top and all(other != token_id for other, _ in top):
+                raise EngineContractError(
+                    f"the engine sampled id {token_id}, which is not among the {len(top)} alternatives that it reports "
+                    "for this token; vLLM always includes it"
+                )
         if choice.sampling_mask is not None:
             self.offers.add("sampling_mask")
         return self.delta(ids, logprobs, tops, choice.sampling_mask or ())

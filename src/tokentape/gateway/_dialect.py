@@ -108,6 +108,8 @@ class RequestContext(Struct, frozen=True):
     takes_images: bool
     conversation: Callable[[str], Awaitable[tuple[Message, ...]]]
     """Returns the messages up to and including an earlier reply of the session. Raises `NotFound`."""
+    reads_kwarg: Callable[[str], bool]
+    """Returns whether the chat template may read this variable of `chat_template_kwargs`."""
     enforces_tools: bool = False
     """Whether forced tool choices and strict tools are enforced or refused, instead of only reported."""
 

@@ -181,6 +181,7 @@ class Endpoint:
             turns.vocab_size,
             turns.takes_images,
             partial(turns.conversation, line.session_id, owner=caller.owner),
+            turns.reads_kwarg,
             turns.enforce_tools,
         )
         decoded, fields = await self._decode(body, parsed, span, context)
@@ -255,10 +256,15 @@ def address(request: Request, caller: Caller, id_in_body: str | None = None) -> 
     An invalid id in the header is ignored, because some harnesses send their own ids there. Raises `InvalidRequest` if
     path, body and key contain an invalid id or different ids.
     """
-    candidates = [request.path_params.get("session_id"), id_in_body, caller.session_id]
-    names = {name for name in candidates if name is not None}
+    named = {
+        "the path": request.path_params.get("session_id"),
+        "previous_response_id": id_in_body,
+        "the session key": caller.session_id,
+    }
+    names = {name for name in named.values() if name is not None}
     if len(names) > 1:
-        raise InvalidRequest("path, body and key contain different session ids; send only one", "session_id")
+        found = ", ".join(f"{name[:64]!r} in {where}" for where, name in named.items() if name is not None)
+        raise InvalidRequest(f"the request has different session ids: {found}; send only one", "session_id")
     if names:
         name = names.pop()
         check_session_id(name)

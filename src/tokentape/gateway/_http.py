@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import math
 import re
@@ -29,6 +30,10 @@ _T = TypeVar("_T")
 _log = logging.getLogger("tokentape.gateway")
 _decoder = msgspec.json.Decoder()
 
+_SEARCHED = 1 << 20
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_NO_NUMBER = re.compile(rb"-?\b(?:NaN|Infinity)\b")
+
 
 class ClientLeft(Exception):
     """The client closed the connection before its request was answered."""
@@ -48,7 +53,16 @@ def parse_json(body: bytes) -> Any:
     except ValueError as error:
         # The text of a UnicodeDecodeError quotes the body.
         reason = str(error) if isinstance(error, msgspec.MsgspecError) else "it is not UTF-8"
-        raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {reason}{_not_json(body)}") from None
+
+
+def _not_json(body: bytes) -> str:
+    """Return the end of an error that names what JSON lacks: a byte order mark, NaN or infinity; else nothing."""
+    if body.startswith(codecs.BOM_UTF8):
+        return "; it begins with a byte order mark: send it without"
+    # Strings may contain these words too, so leave strings out.
+    found = _NO_NUMBER.search(_STRING.sub(b"", body[:_SEARCHED]))
+    return f"; JSON has no {found[0].decode()}: send a number or null" if found else ""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

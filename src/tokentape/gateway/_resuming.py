@@ -25,6 +25,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import PER_TOKEN, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
 from tokentape.errors import EngineAborted, EngineUnavailable
 from tokentape.gateway._choices import Choice
+from tokentape.gateway._completion_checks import check_json, check_stop_strings, limited_by_server
 from tokentape.gateway._events import TurnDelta
 from tokentape.gateway._limits import Limits, OnAbort
 from tokentape.gateway._pausing import Gate
@@ -157,6 +158,8 @@ class CompletionSampler:
                     async with aclosing(self._ask(choice, aborts, finder)) as deltas:
                         async for delta in deltas:
                             check_ids(delta.token_ids, self.vocab_size)
+                            if choice.sampling.stop_strings and delta.finish_reason in ("stop", "length"):
+                                self._check_stops(choice, delta)
                             if choice.part and not finder.passed:
                                 delta = _up_to_stop(delta, finder)
                             event = choice.append(delta)
@@ -185,6 +188,27 @@ class CompletionSampler:
             if not self._resumes(choice, aborts):
                 break
         choice.end()
+        self._check_end(choice)
+
+    def _check_stops(self, choice: Choice, last: SampleDelta) -> None:
+        """Raise `EngineContractError` if an engine call that ends with `last` disregarded the stop strings."""
+        ids, min_tokens = (*choice.ids[choice.part :], *last.token_ids), choice.sampling.min_tokens - choice.part
+        late = self.engine.info.late_stops
+        check_stop_strings(self.tokenizer, ids, last.stop, choice.sampling.stop_strings, min_tokens, late)
+
+    def _check_end(self, choice: Choice) -> None:
+        """Raise `EngineContractError` if the reply is not the requested JSON. Note a limit of the server."""
+        sampling, sampled = choice.sampling, len(choice.ids)
+        if sampling.json_schema is not None and choice.finish_reason == "stop" and choice.reply is not None:
+            check_json(self.tokenizer, choice.ids, choice.reply, choice.stop)
+        limited = limited_by_server(choice.finish_reason, sampled, len(choice.prompt_ids), sampling, self.engine.info)
+        if limited and "aborted" not in choice.notes:
+            choice.notes["server_limit"] = sampled
+            _log.warning(
+                "the engine ended a completion after %d tokens; max_tokens is %d. Check the server's own limit",
+                sampled,
+                sampling.max_tokens,
+            )
 
     def _resumes(self, choice: Choice, aborts: int) -> bool:
         """Return whether to sample the rest of an aborted completion. If False, the completion ends here."""

@@ -151,6 +151,13 @@ class Turns:
         else:
             self.gate.interrupt()
 
+    def reads_kwarg(self, name: str) -> bool:
+        """Return whether the chat template may read this template kwarg; True if another renderer is used."""
+        renderer = self.renderer
+        if self._capture is not None or renderer.is_external:
+            return True
+        return name in renderer.template.variables
+
     @property
     def open_sessions(self) -> int:
         return len(self.sessions)

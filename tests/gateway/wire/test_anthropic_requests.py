@@ -207,6 +207,16 @@ def test_mistyped_parameter_error_suggests_the_right_name() -> None:
         decode(temprature=1)
 
 
+def test_search_results_are_refused_by_their_type() -> None:
+    found = {"type": "search_result", "source": "https://x", "title": "t", "content": []}
+    for message, where in [
+        ({"role": "user", "content": [found]}, "content[0]"),
+        (result([found]), "content[0].content[0]"),
+    ]:
+        with pytest.raises(UnsupportedParameter, match=re.escape(f"{where} has type 'search_result'")):
+            decode(messages=[USER, message])
+
+
 def test_refusal_names_the_place_and_the_type() -> None:
     with pytest.raises(UnsupportedParameter, match=re.escape("messages[1].content[0].content[0] has type 'image'")):
         decode(messages=[USER, result([IMAGE])])

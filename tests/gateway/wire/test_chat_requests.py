@@ -19,6 +19,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._dialect import DecodedRequest
 from tokentape.gateway._events import TurnRequest
+from tokentape.gateway._http import parse_json
 from tokentape.gateway._wire.chat_completions import IGNORED, ChatCompletions, ChatCompletionsBody
 
 USER = {"role": "user", "content": "hi"}
@@ -265,6 +266,40 @@ def test_malformed_body_is_a_400(gateway_url: str, body: bytes) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'\xef\xbb\xbf{"messages": []}', "begins with a byte order mark: send it without"),
+        (b'{"messages": [], "temperature": NaN}', "JSON has no NaN: send a number or null"),
+        (b'{"a": "\\" NaN", "temperature": -Infinity}', "JSON has no -Infinity"),
+    ],
+)
+def test_what_is_no_json_is_named(body: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        parse_json(body)
+
+
+def test_words_within_strings_are_no_numbers() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b'{"a": "NaN", "b": x}')
+    assert "NaN" not in str(caught.value)
+
+
+def test_assistant_messages_without_content_have_an_empty_one() -> None:
+    assert read_message({"role": "assistant"}) == {"role": "assistant", "content": ""}
+    assert read_message({"role": "assistant", "content": None}) == {"role": "assistant", "content": ""}
+    thought = {"role": "assistant", "reasoning_content": "hm"}
+    assert read_message(thought) == {**thought, "content": ""}
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert "content" not in read_message({"role": "assistant", "tool_calls": calls})
+    assert "content" not in read_message({"role": "user"})
+
+
+def test_an_unknown_stop_id_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids\[1\] is 100, which is not in the vocabulary; .* 0 to 99"):
+        read(stop_token_ids=[99, 100, 200])
 
 
 TEXT = st.text(max_size=20) | st.sampled_from(["<|im_end|>", "<tool_call>", "\0", "\ue000\U000f0000", "</think>"])

@@ -87,7 +87,9 @@ def test_harness_session_header_is_a_hint_with_a_session_key(served: Served) -> 
 
 def test_path_and_session_key_of_different_sessions_are_a_conflict(served: Served) -> None:
     client = served.openai("/sessions/other/v1", served.session_key("k"))
-    with pytest.raises(openai.BadRequestError, match="different session ids"):
+    with pytest.raises(
+        openai.BadRequestError, match="different session ids: 'other' in the path, 'k' in the session key"
+    ):
         client.chat.completions.create(model="m", messages=[USER])
 
 

@@ -43,7 +43,7 @@ class Part(Struct):
 
     type: str
     text: str | None = None
-    source: ImageSource | None = None
+    source: ImageSource | str | None = None
 
 
 class Block(Struct):
@@ -51,7 +51,8 @@ class Block(Struct):
 
     type: str
     text: str | None = None
-    source: ImageSource | None = None
+    source: ImageSource | str | None = None
+    """A string only in `search_result` blocks."""
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -174,7 +175,7 @@ def _result(parts: Sequence[Part], where: str, takes_images: bool) -> Any:
 
 def _image(block: Part | Block, where: str) -> dict[str, str]:
     source = block.source
-    if source is None or source.type != "base64":
+    if not isinstance(source, ImageSource) or source.type != "base64":
         raise UnsupportedParameter(
             f"{where} is an image without its bytes, and URLs are not fetched; use a source of type base64", "messages"
         )

@@ -40,6 +40,7 @@ from tokentape.gateway._wire.anthropic_history import (
     takes_later_system,
     tool_use,
 )
+from tokentape.gateway._wire.template_kwargs import check_template_kwargs, unread_kwargs
 from tokentape.types import Tool
 
 IGNORED = frozenset(
@@ -178,6 +179,7 @@ class AnthropicMessages(Dialect):
         ignored = (
             *self._ignored_params(read, rule),
             *shared.ignored_model(read.model, context.engine, self.model_id),
+            *unread_kwargs(read.chat_template_kwargs, context),
             *shared.unknown_fields("output_config", [body.get("output_config")], _OUTPUT_FIELDS),
             *shared.unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
             *shared.unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
@@ -207,7 +209,7 @@ class AnthropicMessages(Dialect):
         return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
 
     def turn(self, body: MessagesBody, session_id: str, *, takes_images: bool) -> TurnRequest:
-        check_depth(body.chat_template_kwargs, "chat_template_kwargs")
+        check_template_kwargs(body.chat_template_kwargs)
         template_kwargs = body.chat_template_kwargs
         if self._switches_thinking and body.thinking is not None and body.thinking.type == "disabled":
             template_kwargs = {"enable_thinking": False, **template_kwargs}

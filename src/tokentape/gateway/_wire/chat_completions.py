@@ -23,6 +23,7 @@ from tokentape.gateway._http import check_depth, encode_json, parse_json
 from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._wire import shared_fields as shared
+from tokentape.gateway._wire.template_kwargs import check_template_kwargs, unread_kwargs
 from tokentape.types import Message
 
 IGNORED = shared.HINTS | {"metadata", "store", "user"}
@@ -136,7 +137,7 @@ class ChatCompletions(Dialect):
         max_tokens = read.max_completion_tokens or read.max_tokens or 0
         more = {"min_tokens": read.min_tokens, "json_schema": schema}
         sampling = shared.sampling_params(read, context, self.names, max_tokens, read.top_logprobs, **more)
-        check_depth(read.chat_template_kwargs, "chat_template_kwargs")
+        check_template_kwargs(read.chat_template_kwargs)
         # Keep tools as the caller wrote them: templates print them with all keys, in their order.
         tool_fields = fields.get("tools", [])
         check_depth(tool_fields, "tools")
@@ -158,6 +159,7 @@ class ChatCompletions(Dialect):
             *shared.unenforced(choice, read.parallel_tool_calls, rule),
             *[name for name in ("reasoning_effort", "verbosity") if getattr(read, name) is not None],
             *(["tools.strict"] if strict and rule is None else []),
+            *unread_kwargs(read.chat_template_kwargs, context),
             *_unknown_fields(fields),
             *shared.ignored_fields(read, context.engine, self.model_id),
         )
@@ -221,6 +223,9 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
         # Replies have both `reasoning` and `reasoning_content`.
         message.reasoning = None
     message.prefix = None
+    if message.role == "assistant" and message.content is None and not message.tool_calls:
+        # Clients leave out the content of an empty reply, and some templates fail without it. vLLM adds it too.
+        message.content = ""
     plain: dict[str, Any] = msgspec.to_builtins(message)
     if message.role == "developer":
         # As in Responses: most templates have no developer role.

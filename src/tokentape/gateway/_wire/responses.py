@@ -44,6 +44,7 @@ from tokentape.gateway._wire.responses_stream import (
     known_before,
     no_response,
 )
+from tokentape.gateway._wire.template_kwargs import check_template_kwargs, unread_kwargs
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 
@@ -67,7 +68,8 @@ class Responses(Dialect):
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         read, _ = shared.read_fields(body, ResponsesBody, IGNORED, "input")
         _refuse_unserved(read)
-        for name in ("chat_template_kwargs", "metadata", "tool_choice", "reasoning", "text"):
+        check_template_kwargs(read.chat_template_kwargs)
+        for name in ("metadata", "tool_choice", "reasoning", "text"):
             check_depth([getattr(read, name)], name)
         tools = read_tools(read.tools)
         names = [tool["function"]["name"] for tool in tools.shown]
@@ -96,6 +98,7 @@ class Responses(Dialect):
             *(["tools"] if tools.left_out or (rule is None and tools.strict) else []),
             *shared.unenforced(choice, read.parallel_tool_calls, rule),
             *_without_effect(read),
+            *unread_kwargs(read.chat_template_kwargs, context),
             *shared.ignored_fields(read, context.engine, self.model_id),
         )
         return DecodedRequest(turn, partial(ResponseEncoder, self, read, ignored, turn, tools.namespaces), ignored)

@@ -152,7 +152,10 @@ def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
     """Return `ids` as an array. Raises `InvalidRequest` for `param` if an id is outside the vocabulary."""
     array = np.array(ids, dtype=np.int32)
     if len(array) and array.max() >= vocab_size:
-        raise InvalidRequest(f"{param} holds an id outside the vocabulary of {vocab_size}", param)
+        index = int(np.argmax(array >= vocab_size))
+        raise InvalidRequest(
+            f"{param}[{index}] is {array[index]}, which is not in the vocabulary; expected 0 to {vocab_size - 1}", param
+        )
     return array
 
 
@@ -305,9 +308,13 @@ def entries(name: str, objects: Iterable[Any]) -> list[Any]:
 def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
     """Return `where.name` for each field of the objects that has a value and isn't `known`, sorted."""
     names = {name for entry in objects if isinstance(entry, dict) for name, value in entry.items() if value}
-    # The names go into a header, so only safe characters are allowed.
-    unknown = sorted(name for name in names - known if _HEADER_SAFE.fullmatch(name))
-    return tuple([f"{where}.{name}" for name in unknown[:_MOST_NAMED]])
+    return header_safe(where, names - known)
+
+
+def header_safe(where: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return `where.name` for the first of the sorted names, without those that can't be in a header."""
+    safe = sorted(name for name in names if _HEADER_SAFE.fullmatch(name))
+    return tuple([f"{where}.{name}" for name in safe[:_MOST_NAMED]])
 
 
 def tool_arguments(arguments: str | dict[str, Any], where: str) -> str | dict[str, Any]:
