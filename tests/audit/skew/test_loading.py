@@ -66,7 +66,7 @@ def test_another_tokenizer_by_transformers_is_skew(
 
 
 def test_a_clean_up_that_transformers_ignores_is_a_caution(sides: tuple[Path, Path]) -> None:
-    """transformers 5 ignores it for BPE, so both sides decode alike."""
+    """Version 5 ignores it for BPE, so both sides decode alike."""
     put(sides[1], CONFIG, clean_up_tokenization_spaces=True)
     report = audit(*sides)
     assert {(finding.kind, finding.severity) for finding in report.findings} == {("decode clean-up", "caution")}
