@@ -36,6 +36,7 @@ from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import OpenTelemetrySpans, Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import Store
+from tokentape.store._location import note_served_model
 from tokentape.store._served_model import ServedModel
 from tokentape.training._trainers import log_served
 
@@ -152,9 +153,12 @@ def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
     return "FULL" if config.synchronous == "full" else "NORMAL"
 
 
-def served_model(config: ServeConfig, renderer: Renderer) -> ServedModel:
-    """Return what a record stores about the model that is served."""
-    return ServedModel(str(model_folder(config).resolve()), renderer.tokenizer.sha256, renderer.fingerprint)
+async def bind_record(config: ServeConfig, renderer: Renderer, store: Store) -> None:
+    """Store in the record which model is served. Raises like `Store.bind`, and then changes nothing."""
+    await store.bind(renderer.tokenizer)
+    folder = str(model_folder(config).resolve())
+    model = ServedModel(folder, renderer.tokenizer.sha256, renderer.fingerprint)
+    await note_served_model(config.location, store, model)
 
 
 def open_renderer(config: ServeConfig) -> Renderer:

@@ -22,6 +22,8 @@ from tests.engines import fake_vllm
 from tests.engines.adapters import write_adapter
 from tests.engines.stand_in import StandIn, language_model
 from tests.processes import Command
+from tests.records import SETUP, make_turn
+from tests.vocabularies import changed_tokenizer
 from tests.waiting import PATIENCE
 from tokentape._opening import open_configured, wait_for_engine
 from tokentape.chat._renderer import Renderer
@@ -31,6 +33,7 @@ from tokentape.demo import MODEL
 from tokentape.errors import EngineError
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
+from tokentape.store._served_model import ServedModel, write_served_model
 from tokentape.types import SessionInfo
 
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
@@ -462,6 +465,28 @@ def test_failed_gateway_keeps_a_created_record_with_a_session(tmp_path: Path) ->
         raise EngineError("late")
     with SqliteStore.open(config.data, read_only=True) as store:
         assert [session.info.session_id for session in store.sessions(limit=9)] == ["s"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_data_with_turns_of_another_tokenizer_is_refused_and_left_as_it_was(
+    workers: int, run: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    other = changed_tokenizer(model_dir)
+    with SqliteStore.open(data) as store:
+        asyncio.run(store.bind(other))
+        asyncio.run(store.write(SessionInfo("s", 0.0), SETUP, make_turn("s", 0)))
+    write_served_model(data, ServedModel("/models/other", other.sha256, "0"))
+    model = (data / "model.json").read_bytes()
+    # No engine answers: the record is refused first.
+    engine = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:1", "--engine-wait", 0)
+    done = run("serve", model_dir, *engine, "--data", data, "--port", 0, "--workers", workers)
+    assert done.exit_code == 1
+    said = " ".join(done.stderr.split())
+    assert "error: this record belongs to another tokenizer (" in said
+    assert "last served from /models/other" in said
+    assert "another --data directory" in said
+    assert (data / "model.json").read_bytes() == model
 
 
 def test_server_with_different_ids_is_always_refused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -17,9 +17,11 @@ import pytest
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.postgres import Server
+from tests.vocabularies import changed_tokenizer
 from tests.waiting import PATIENCE, calls_of, until
 from tokentape._session.tree import UNREAD, unread_turns
 from tokentape.chat._renderer import Renderer
+from tokentape.errors import InvalidRequest
 from tokentape.gateway import _pausing as pausing
 from tokentape.gateway._app import create_app
 from tokentape.gateway._limits import Limits
@@ -66,18 +68,24 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | P
     server.drop(url)
 
 
+def opener(opened: ExitStack, location: str | Path) -> Callable[[], Store]:
+    """Opens the record for one of several gateways."""
+
+    def store() -> Store:
+        if isinstance(location, str):
+            return PostgresStore.open(location)
+        writers = InterprocessLock(location)
+        opened.callback(writers.close)
+        return SqliteStore.open(location, writers=writers)
+
+    return store
+
+
 @pytest.fixture
 def replicas(renderer: Renderer, location: str | Path) -> Iterator[list[Replica]]:
     """Two gateways over one record."""
     with ExitStack() as opened:
-
-        def store() -> Store:
-            if isinstance(location, str):
-                return PostgresStore.open(location)
-            writers = InterprocessLock(location)
-            opened.callback(writers.close)
-            return SqliteStore.open(location, writers=writers)
-
+        store = opener(opened, location)
         yield [Replica(opened, renderer, store(), name) for name in ("one", "two")]
 
 
@@ -104,6 +112,22 @@ def test_session_continues_at_any_gateway(replicas: list[Replica], location: str
     (leaf,) = replicas[0].get("/sessions/s")["leaves"]
     assert (leaf["turn"], leaf["verdict"], leaf["tokens"]) == (7, "exact", len(context))
     assert verify(location).ok
+
+
+def test_a_replica_with_another_vocabulary_does_not_start(
+    location: str | Path, renderer: Renderer, model_dir: Path
+) -> None:
+    other = Renderer(changed_tokenizer(model_dir), renderer.template)
+    with ExitStack() as opened:
+        store = opener(opened, location)
+        first = store()
+        # A gateway that recorded nothing has left another vocabulary.
+        asyncio.run(first.bind(other.tokenizer))
+        Replica(opened, renderer, first, "one")
+        # The first one serves, and has recorded nothing yet.
+        with pytest.raises(InvalidRequest, match="belongs to another tokenizer"):
+            Replica(opened, other, store(), "two")
+        Replica(opened, renderer, store(), "three")
 
 
 def test_concurrent_turns_are_recorded_as_siblings(replicas: list[Replica], location: str | Path) -> None:

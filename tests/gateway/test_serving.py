@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from tests.vocabularies import changed_tokenizer
 from tests.waiting import PATIENCE
 from tokentape import Client
 from tokentape.chat._renderer import Renderer
+from tokentape.chat._template import ChatTemplate
 from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams
+from tokentape.errors import InvalidRequest
 from tokentape.gateway import serving
 from tokentape.types import TokenDistribution
 
@@ -40,3 +44,34 @@ def test_a_gateway_over_a_function_records_what_the_function_returned(
     assert path.logprobs[path.loss_mask].tolist() == logprobs
     assert path.weight_versions == ("41",)
     assert path.logprobs_of == (None if mode is None else TokenDistribution(False, 1.0, False, False),)
+
+
+def test_a_record_of_another_tokenizer_is_refused_and_left_as_it_was(
+    model_dir: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    prompts: list[list[int]] = []
+
+    async def function(prompt_ids: list[int], params: SamplingParams) -> Any:
+        prompts.append(prompt_ids)
+        return SampleDelta((7, 8), (-0.5, -0.5), "length")
+
+    def served(renderer: Renderer, folder: Path | str) -> AbstractContextManager[str]:
+        engine = FunctionEngine(function, vocab_size=renderer.tokenizer.vocab_size, max_context=2048)
+        return serving(engine, folder, directory=tmp_path / "data", renderer=renderer)
+
+    def ask(url: str) -> None:
+        body = {"messages": [{"role": "user", "content": "Tell me."}]}
+        httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
+
+    with served(renderer, model_dir) as url:
+        ask(url)
+    model = (tmp_path / "data/model.json").read_bytes()
+    other = Renderer(changed_tokenizer(model_dir), renderer.template)
+    with pytest.raises(InvalidRequest, match="belongs to another tokenizer"), served(other, tmp_path):
+        pass
+    assert (tmp_path / "data/model.json").read_bytes() == model
+    assert len(prompts) == 1
+    # The same tokenizer with another template and other weights goes on.
+    template = ChatTemplate(renderer.template.source + "{# changed #}")
+    with served(Renderer(renderer.tokenizer, template), model_dir) as url:
+        ask(url)

@@ -372,6 +372,13 @@ class Tokenizer:
         return bool(self._spec["model"].get("ignore_merges"))
 
     @cached_property
+    def vocabulary_sha256(self) -> str:
+        """The hex SHA-256 of all ids with their tokens. Merges, settings and the file's spelling don't change it."""
+        ids = {**self._vocab, **{token.content: token.id for token in self.added_tokens}}
+        tokens = sorted(ids, key=ids.__getitem__)
+        return hashlib.sha256(json.dumps([tokens, [ids[token] for token in tokens]]).encode()).hexdigest()
+
+    @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         whole = {**self._spec, "truncation": None, "padding": None}
         return from_text(json.dumps(whole, ensure_ascii=False))

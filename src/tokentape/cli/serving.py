@@ -19,12 +19,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokentape._opening import (
+    bind_record,
     model_folder,
     model_name,
     open_app,
     open_renderer,
     other_sampling,
-    served_model,
     synchronous,
     wait_for_engine,
 )
@@ -38,7 +38,7 @@ from tokentape.gateway._serve import serve as run_server
 from tokentape.gateway._telemetry import COUNTED_TOGETHER
 from tokentape.gateway._workers import Supervisor, bind_all
 from tokentape.store import Store
-from tokentape.store._location import note_served_model, open_record, shown
+from tokentape.store._location import open_record, shown
 from tokentape.store._lock import DirectoryLock, InterprocessLock, make_directory
 from tokentape.store._sqlite import SqliteStore
 
@@ -56,7 +56,7 @@ def serve_alone(config: ServeConfig) -> None:
             _port_taken(config),
             open_record(config.location, synchronous=synchronous(config)) as store,
         ):
-            asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
+            asyncio.run(bind_record(config, renderer, store))
             asyncio.run(wait_for_engine(config.engine))
             _serve(config, renderer, store, on_ready=lambda url: _announce(config, url))
 
@@ -86,7 +86,7 @@ def serve_with_workers(config: ServeConfig) -> None:
             stack.callback(lock.release)
             inherited.append(lock.fileno())
         with _store(config) as store:
-            asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
+            asyncio.run(bind_record(config, renderer, store))
         with _port_taken(config):
             url, listeners = bind_all(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
         for listener in listeners:

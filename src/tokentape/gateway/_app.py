@@ -68,6 +68,7 @@ def create_app(
         try:
             await turns.prepare()
             async with telemetry.metrics.following(), turns.pausing.together():
+                await turns.bind()
                 yield
         finally:
             await turns.abort_all()

@@ -122,6 +122,10 @@ class Pausing:
         self._beat_at = 0.0
         self._alone = False
 
+    @property
+    def gateway_id(self) -> str:
+        return self._own.gateway_id
+
     async def pause(self, *, abort: bool, seconds: float) -> bool:
         """Close the gates, and wait up to `seconds` for calls in flight. Return whether all have ended.
 

@@ -35,7 +35,8 @@ def serving(
     are recorded in `directory`, or by default in a temporary directory, which is deleted at the end. The engine is
     closed at the end.
 
-    Raises `TokenizerUnusable` for a folder that can't be served, and `StoreError` for a record that can't be written.
+    Raises `TokenizerUnusable` for a folder that can't be served, `StoreError` for a record that can't be written, and
+    `InvalidRequest` for a record of another tokenizer.
     """
     with serving_record(engine, model_dir, directory, renderer or Renderer.load(model_dir), model_id) as (url, _):
         yield url
@@ -50,6 +51,7 @@ def serving_record(
         record = Path(directory) if directory is not None else Path(stack.enter_context(TemporaryDirectory()))
         store = SqliteStore.open(record)
         app = create_app(Turns(engine, renderer, store), model_id=model_id)
+        url = stack.enter_context(running(app))
         folder = str(Path(model_dir).resolve())
         write_served_model(record, ServedModel(folder, renderer.tokenizer.sha256, renderer.fingerprint))
-        yield stack.enter_context(running(app)), store
+        yield url, store

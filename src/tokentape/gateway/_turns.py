@@ -135,6 +135,11 @@ class Turns:
         """
         await asyncio.to_thread(self._prompts.certify)
 
+    async def bind(self) -> None:
+        """Bind the record to the renderer's tokenizer. Raises like `Store.bind`."""
+        # Gateways that share the record see this one by now. Of two that start at once, one is refused.
+        await self.store.bind(self.renderer.tokenizer, self.pausing.gateway_id)
+
     async def abort_all(self, cause: str = "shutdown") -> None:
         """Abort every call in flight, and record the tokens as aborted turns with this `cause`."""
         calls = [call for opened in self.sessions for call in opened.calls]

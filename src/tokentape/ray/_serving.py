@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
-from tokentape._opening import open_app, open_renderer, served_model, synchronous
+from tokentape._opening import bind_record, open_app, open_renderer, synchronous
 from tokentape._settings import env_name
 from tokentape.config import ServeConfig, resolve, settings
 from tokentape.errors import InvalidRequest, StoreError
 from tokentape.gateway._logs import logging_to
 from tokentape.ray._data import require_ray
-from tokentape.store._location import note_served_model, open_record
+from tokentape.store._location import open_record
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -78,7 +78,7 @@ class GatewayReplica:
         renderer = await asyncio.to_thread(open_renderer, config)
         self._store = await asyncio.to_thread(open_record, config.location, synchronous=synchronous(config))
         try:
-            await note_served_model(config.location, self._store, served_model(config, renderer))
+            await bind_record(config, renderer, self._store)
             # Serve removes a replica from its list and waits for the running calls.
             self._app = await open_app(config, renderer, self._store)
         except BaseException:

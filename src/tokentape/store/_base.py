@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import eq
 from types import TracebackType
@@ -15,7 +15,8 @@ from sqlalchemy.exc import DBAPIError
 
 from tokentape._session.arrow import ExtraNames
 from tokentape._session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
-from tokentape.errors import NotFound, StoreError
+from tokentape.chat._tokenizer import Tokenizer
+from tokentape.errors import NotFound, StoreCorrupt, StoreError
 from tokentape.store import _reads as reads
 from tokentape.store import _schema as schema
 from tokentape.store import _writes as writes
@@ -24,6 +25,7 @@ from tokentape.store._files import PayloadFolder
 from tokentape.store._listing import TOKENS, SessionSummary, summaries
 from tokentape.store._reads import Extent, SessionProgress, StoredSession
 from tokentape.store._rows import Record, decode
+from tokentape.store._served_model import ServedModel, bind_vocabulary
 from tokentape.types import Event, Media, Turn, TurnPayload
 
 
@@ -89,6 +91,22 @@ class Store:
             work = partial(writes.insert_records, records=records)
             again = partial(writes.insert_again, records=records)
             await self.transact(work, again, writes.claims(records) if self.shared else None)
+
+    def served_model(self) -> ServedModel | None:
+        """Return the model with which the record was last served; None if it is not known."""
+        return None
+
+    async def bind(self, tokenizer: Tokenizer, gateway_id: str | None = None) -> None:
+        """Accept only gateways with this tokenizer's vocabulary, from the first turn on. Each gateway calls this first.
+
+        Templates, weights and folders may change. `gateway_id` is the caller's, if it is already among the gateways.
+        Raises `InvalidRequest` if the record has ids of another vocabulary.
+        """
+        served = None
+        with suppress(StoreCorrupt):
+            served = await asyncio.to_thread(self.served_model)
+        work = partial(bind_vocabulary, tokenizer=tokenizer, served=served, gateway_id=gateway_id)
+        await self.transact(work, again=work)
 
     async def delete_session(self, session_id: str, *, force: bool = False) -> None:
         """Delete a session and all of its records. Return when the deletion is durable.

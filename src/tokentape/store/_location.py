@@ -10,7 +10,7 @@ from tokentape.store._archive import MARKER, archived_model, is_archive, open_ar
 from tokentape.store._base import Store
 from tokentape.store._lock import LOCK_NAME
 from tokentape.store._postgres import PostgresStore, is_url, without_password
-from tokentape.store._served_model import MODEL_NAME, ServedModel, read_served_model, write_served_model
+from tokentape.store._served_model import MODEL_NAME, ServedModel, write_served_model
 from tokentape.store._sqlite import DATABASE_NAME, SqliteStore
 
 EXPECTED = "a data directory, postgresql://user@host/database, an archive"
@@ -76,9 +76,7 @@ def shown(location: str | Path) -> str:
 
 
 def served_model(location: str | Path, store: Store) -> ServedModel | None:
-    if isinstance(store, PostgresStore):
-        return store.served_model()
-    return archived_model(str(location)) if is_archive(location) else read_served_model(location)
+    return archived_model(str(location)) if is_archive(location) else store.served_model()
 
 
 async def note_served_model(location: str | Path, store: Store, model: ServedModel) -> None:

@@ -48,7 +48,8 @@ def _numbered(name: str, *rest: Column[Any] | ForeignKeyConstraint | Index) -> T
 
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
-"""Facts about the whole record: `schema_version`, the model that its gateways serve, and adapter versions."""
+"""Facts about the whole record: `schema_version`, the vocabulary of its ids, the model that its gateways serve, and
+adapter versions."""
 
 sessions = _numbered(
     "sessions",

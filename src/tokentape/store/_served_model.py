@@ -1,16 +1,27 @@
-"""Read and write `model.json`: the model with which a data directory was recorded, needed to decode its ids later."""
+"""Keep the model with which a record was made, which is needed to decode its ids later.
+
+`model.json` in a data directory names the model folder. The vocabulary that the ids belong to is in the database.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sqlalchemy import Connection, exists, select
+
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.errors import StoreCorrupt
+from tokentape.errors import InvalidRequest, StoreCorrupt, TokenizerUnusable
+from tokentape.store import _schema as schema
+
+_log = logging.getLogger("tokentape.store")
 
 MODEL_NAME = "model.json"
+
+_VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +66,49 @@ def served_tokenizer(served: ServedModel | None) -> Tokenizer | str:
     if tokenizer.sha256 != served.tokenizer_sha256:
         return f"the tokenizer in {served.folder} has changed since"
     return tokenizer
+
+
+def bind_vocabulary(
+    connection: Connection, tokenizer: Tokenizer, served: ServedModel | None, gateway_id: str | None
+) -> None:
+    """Make the tokenizer's vocabulary that of the record, or raise `InvalidRequest` if the record has another.
+
+    A record without setups has no ids, so its vocabulary may still change, unless another gateway than `gateway_id`
+    uses it. `served` tells the vocabulary of a record from a version that did not store it, if the folder still can.
+    """
+    meta, gateways = schema.meta, schema.gateways.c.gateway_id
+    own = _described(tokenizer)
+    stored = connection.execute(select(meta.c.value).where(meta.c.key == _VOCABULARY)).scalar()
+    used = connection.execute(select(exists().where(schema.setups.c.digest.is_not(None)))).scalar_one()
+    recorded = _served_before(served, tokenizer) if stored is None and used and served is not None else stored
+    if recorded not in (None, own):
+        others = exists().where(gateways.is_not(None) if gateway_id is None else gateways != gateway_id)
+        if used or connection.execute(select(others)).scalar_one():
+            folder = "" if served is None else f", last served from {served.folder}"
+            raise InvalidRequest(
+                f"this record belongs to another tokenizer ({recorded}{folder}). The tokenizer to serve has {own}. "
+                "A record keeps one vocabulary, so that its ids keep their meaning. Serve the recorded model, or start "
+                "a new record: use another --data directory, or another --store database",
+                "data",
+            )
+    if stored != own:
+        connection.execute(meta.delete().where(meta.c.key == _VOCABULARY))
+        connection.execute(meta.insert().values(key=_VOCABULARY, value=own))
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.vocab_size} ids, digest {tokenizer.vocabulary_sha256[:16]}"
+
+
+def _served_before(served: ServedModel, tokenizer: Tokenizer) -> str | None:
+    """Describe the vocabulary of the model that was served; None if that can't be found out any more."""
+    if served.tokenizer_sha256 == tokenizer.sha256:
+        return _described(tokenizer)
+    try:
+        before = served_tokenizer(served)
+    except TokenizerUnusable as error:
+        before = str(error)
+    if isinstance(before, Tokenizer):
+        return _described(before)
+    _log.warning("it is not known whether this record has ids of the same tokenizer: %s", before)
+    return None

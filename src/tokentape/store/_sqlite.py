@@ -27,6 +27,7 @@ from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._commit import CommitQueue, StoreFailure, explaining
 from tokentape.store._lock import LOCK_NAME, DirectoryLock, FilesInUse, InterprocessLock, make_directory
+from tokentape.store._served_model import ServedModel, read_served_model
 from tokentape.store._writes import execute_directly
 
 _log = logging.getLogger(__name__)
@@ -109,6 +110,10 @@ class SqliteStore(Store):
         super().check()
         if shutil.disk_usage(self._directory).free < _LEAST_ROOM:
             raise StoreError("the disk is full: less than 1 MiB is left for the record; free up space")
+
+    def served_model(self) -> ServedModel | None:
+        """Read `model.json` like `read_served_model`."""
+        return read_served_model(self._directory)
 
 
 class _Writer:
