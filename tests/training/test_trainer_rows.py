@@ -106,7 +106,7 @@ def test_files_have_the_supports_and_experts_of_the_export(
 ) -> None:
     rows = trainer_rows(trainer, samples)
     replayed = {"sampling_mask", "routed_experts", "rollout_routed_experts", "rollout_top_p_token_ids"}
-    replayed |= {"rollout_sample_support", "rollout_expert_indices"}
+    replayed |= {"rollout_sample_support", "rollout_expert_indices", "rollout_sampling_mask"}
     assert replayed & {*rows[0], *rows[0].get("message_log", [{}])[0]}
     file = io.BytesIO()
     write_trainer_rows(rows, file, parquet=parquet)
@@ -154,3 +154,11 @@ def test_prime_rl_s_classes_are_made_from_a_file_as_the_page_says(sample: Sample
     row = json.loads(file.getvalue())
     made = exports.prime_rl_training_sample(sample, "g", sampling_mask=SamplingMask, experts=RoutedExperts)
     assert msgspec.convert(list(row[name].values()), kind) == made[name]
+
+
+def test_miles_has_its_own_field_for_supports() -> None:
+    sample = replace(with_supports(CUT, CUT), reward=1.0)
+    _, first, between, last = sample.token_ids.tolist()
+    (row,) = trainer_rows("miles", [sample])
+    assert row["rollout_sampling_mask"] == {"ids": [first, 90, between, last], "offsets": [0, 2, 3, 4]}
+    assert "rollout_top_p_token_ids" not in row

@@ -44,7 +44,12 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
         case "verl":
             return [exports.verl_agent_loop_output(sample) for sample in samples]
         case "slime" | "miles":
-            return [exports.slime_sample(sample, n, numbers[groups[n]]) for n, sample in enumerate(samples)]
+            # Miles reads supports from a field of its own.
+            sampling_mask = dict if trainer == "miles" else None
+            return [
+                exports.slime_sample(sample, n, numbers[groups[n]], sampling_mask=sampling_mask)
+                for n, sample in enumerate(samples)
+            ]
         case "nemo-rl":
             indices = [numbers[group] for group in groups]
             return [exports.nemo_rl_datum(*pair, tensors=False) for pair in zip(samples, indices, strict=True)]
