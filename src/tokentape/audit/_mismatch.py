@@ -152,9 +152,15 @@ class Mismatch:
         start: int,
         scores: Scores,
         sampling: Sampling | None = None,
-    ) -> Logprobs:
-        """Compare the tokens in `mask` with `scores` from `start` on. Return the expected logprobs."""
+        before: int | None = None,
+    ) -> tuple[Logprobs, npt.NDArray[np.bool_]]:
+        """Compare the tokens in `mask` with `scores` from `start` on.
+
+        Return the expected logprobs, and a mask of the tokens that were compared. Causes are looked for only at tokens
+        before the position `before`.
+        """
         expected = np.full(len(trajectory.token_ids), np.nan, np.float32)
+        compared = np.zeros(len(expected), bool)
         for n, rule in enumerate(self.rules(trajectory, sampling)):
             first, last = int(trajectory.completion_starts[n]), int(trajectory.completion_ends[n])
             positions = np.flatnonzero(mask[first:last] & np.isfinite(trajectory.logprobs[first:last])) + first
@@ -171,13 +177,15 @@ class Mismatch:
                 why = f"{rule}: this engine returns too few alternatives to normalize with"
                 self.not_comparable[why] += int((~reliable).sum())
             positions, value = positions[reliable], value[reliable]
-            expected[positions] = value
+            expected[positions], compared[positions] = value, True
+            if before is not None:
+                positions, value = positions[positions < before], value[positions < before]
             for version, within in _versions(trajectory, positions):
                 group = self._groups.setdefault((version, rule), _Group(rule))
                 group.sampled |= _sampled_with(trajectory, n, sampling)
                 self._count(group, trajectory, positions[within], value[within])
-        self._numbers.add((expected.astype(np.float64) - trajectory.logprobs)[~np.isnan(expected)])
-        return expected
+        self._numbers.add((expected.astype(np.float64) - trajectory.logprobs)[compared])
+        return expected, compared
 
     def numbers(self) -> Numbers:
         return self._numbers.numbers()
