@@ -195,3 +195,33 @@ def test_too_few_alternatives_are_not_comparable(plain: list[Trajectory], model:
     found = compared(recorded(plain, model, Rule(1.4), heated(1.4)), model, top=2)
     assert any("too few alternatives" in why for why in found.not_comparable)
     assert found.causes() == ()
+
+
+def test_single_changed_id_is_found(plain: list[Trajectory], model: Any) -> None:
+    """Its effect on most later tokens is smaller than the limit, but larger than rounding."""
+    change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]))
+    right = recorded(plain, model, RAW, OWN)
+    assert cause(compared([change(right[0]), *right[1:]], model)).causes == ("ids",)
+
+
+WRONG: dict[str, Any] = {
+    "float16": (("rounding",), lambda values: values.astype(np.float16)),
+    "next": (("shift",), lambda values: np.append(values[1:], 0)),
+    "previous": (("shift",), lambda values: np.append(0, values[:-1])),
+    "last": (("isolated tokens",), lambda values: np.append(values[:-1], values[-1] - 1)),
+}
+
+
+@pytest.mark.parametrize("top", [TOP, SERVER_TOP])
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrongly_stored_logprobs_are_neither_ids_nor_weights(
+    plain: list[Trajectory], model: Any, fault: str, top: int
+) -> None:
+    """Regression: they were `ids` or `weights`."""
+    expected, plant = WRONG[fault]
+    wrong = []
+    for trajectory in recorded(plain, model, RAW, OWN):
+        start = int(trajectory.completion_starts[0])
+        logprobs = np.concatenate([trajectory.logprobs[:start], plant(trajectory.logprobs[start:])])
+        wrong.append(replace(trajectory, logprobs=logprobs.astype(np.float32)))
+    assert cause(compared(wrong, model, top=top)).causes == expected

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tokentape._session.arrow import write_parquet
 from tokentape._session.jsonl import write_jsonl
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
-from tokentape.types import Trajectory
+from tokentape.types import TokenDistribution, Trajectory
 
 EXACT = ("--max-delta", "1e-4", "--max-mean", "1e-4", "--max-k3", "1e-6")
 
@@ -168,3 +169,17 @@ def test_a_logprob_above_zero_is_a_finding(run: Run, recorded: list[Trajectory],
     loose = ("--max-mean", 9, "--max-k3", 9)
     done = run("check-logprobs", export, "--batch", batch, *loose)
     assert (done.exit_code, done.stderr) == (1, "numeric: 1 logprobs are above 0, so they are not log-probabilities\n")
+
+
+def test_wrong_batch_of_a_truncated_record_is_exit_code_1(
+    run: Run, recorded: list[Trajectory], model_dir: Path, tmp_path: Path
+) -> None:
+    """Regression: it was 3, because no logprob can be compared."""
+    of = TokenDistribution(False, 1.0, True, False)
+    record, batch = tmp_path / "cut.jsonl", tmp_path / "batch.jsonl"
+    write_jsonl([replace(recorded[0], logprobs_of=(of,) * len(recorded[0].turns))], record)
+    ids = recorded[0].token_ids.tolist()
+    for batch_ids, code, channel in ((ids, 3, "numeric"), (ids[:-3], 1, "rows"), ([5] * len(ids), 1, "text drift")):
+        batch.write_text(json.dumps({"session_id": "s", "leaf": recorded[0].leaf, "token_ids": batch_ids}))
+        done = run("check-logprobs", record, "--model", model_dir, "--batch", batch, "--max-drift", 0.01)
+        assert (done.exit_code, f"{channel}: " in done.stderr) == (code, True)

@@ -29,12 +29,13 @@ from tokentape.training._logprob_check import (
     Forward,
     LogprobLimits,
     LogprobReport,
+    ModelForward,
     TrainerRow,
     check_logprobs,
     forward_pass,
     read_rows,
 )
-from tokentape.types import TokenIds, Trajectory
+from tokentape.types import TokenDistribution, TokenIds, Trajectory
 
 EXACT = LogprobLimits(mean=1e-4, delta=1e-4, k3=1e-6)
 
@@ -299,3 +300,83 @@ def test_duplicate_rows_and_other_file_kinds_are_refused(tmp_path: Path) -> None
     shutil.copyfile(tmp_path / "t.jsonl", tmp_path / "t.parquet")
     with pytest.raises(InvalidRequest, match="not a Parquet file"):
         read_rows(tmp_path / "t.parquet")
+
+
+HIDDEN = {
+    "top-p": TokenDistribution(False, 1.0, True, False),
+    "penalties": TokenDistribution(True, 1.0, False, False),
+    "old record": None,
+}
+
+
+@pytest.mark.parametrize("of", HIDDEN.values(), ids=HIDDEN)
+def test_cut_and_wrong_rows_are_counted_where_no_logprob_is_comparable(
+    recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer, of: TokenDistribution | None
+) -> None:
+    """Regression: tokens of these turns were left out of all counts, so any batch passed."""
+    trajectory = replace(recorded[0], logprobs_of=(of,) * len(recorded[0].turns))
+    trained = int(trajectory.loss_mask.sum())
+    right = check_logprobs(
+        [trajectory], rows=row_of(trajectory, trajectory.token_ids), forward=forward, tokenizer=tokenizer
+    )
+    assert (right.compared, right.not_comparable) == (0, {next(iter(right.not_comparable)): trained})
+    assert [channel for channel, _ in right.failures(EXACT)] == ["numeric"]
+    assert right.if_retokenized is not None
+    assert right.if_retokenized.tokens == right.text_drift.tokens == trained
+    cut = check_logprobs(
+        [trajectory], rows=row_of(trajectory, trajectory.token_ids[:-3]), forward=forward, tokenizer=tokenizer
+    )
+    assert (cut.cut, cut.cut_tokens) == (1, int(trajectory.loss_mask[-3:].sum()))
+    assert "rows" in channels(cut)
+    other = np.full_like(trajectory.token_ids, 5)
+    wrong = check_logprobs([trajectory], rows=row_of(trajectory, other), forward=forward, tokenizer=tokenizer)
+    assert wrong.text_drift.changed_tokens > 0.9 * trained
+    assert "text drift" in channels(wrong, replace(EXACT, drift=0.01))
+    alone = check_logprobs([trajectory], forward=forward, tokenizer=tokenizer)
+    assert alone.if_retokenized == right.if_retokenized
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_batch_with_only_ids_is_compared_at_the_turn_s_temperature(
+    recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer, temperature: float
+) -> None:
+    """Regression: its tokens were not comparable, and so neither cut nor changed."""
+    heated = TokenDistribution(False, temperature, False, False)
+    trajectory = replace(recorded[0], logprobs_of=(heated,) * len(recorded[0].turns))
+    assert isinstance(forward, ModelForward)
+    scores = forward.scores(trajectory.token_ids, 1, 4000)
+    rescaled = scores.logprobs / temperature - np.log(np.exp(scores.top.astype(np.float64) / temperature).sum(1))
+    trajectory = replace(trajectory, logprobs=np.concatenate([[0], rescaled]).astype(np.float32))
+    trained = int(trajectory.loss_mask.sum())
+    rows = row_of(trajectory, trajectory.token_ids)
+    report = check_logprobs([trajectory], rows=rows, forward=forward, tokenizer=tokenizer)
+    assert (report.numeric.tokens, dict(report.not_comparable)) == (trained, {})
+    assert report.failures(EXACT) == []
+    cut = check_logprobs([trajectory], rows=row_of(trajectory, trajectory.token_ids[:-3]), forward=forward)
+    assert (cut.numeric.tokens, cut.cut_tokens) == (trained - cut.cut_tokens, int(trajectory.loss_mask[-3:].sum()))
+    ids, at = resegmented(tokenizer, trajectory)
+    drifted = check_logprobs([trajectory], rows=row_of(trajectory, ids), forward=forward, tokenizer=tokenizer)
+    assert channels(drifted) == {"id drift"}
+    assert drifted.numeric.tokens == int(trajectory.loss_mask[:at].sum())
+    assert drifted.behind_drift.tokens == trained - 1 - drifted.numeric.tokens
+    assert drifted.behind_drift.max > 1e-3
+    # Another context explains those differences, so they have no cause.
+    assert drifted.causes == ()
+
+
+def test_cause_is_named_for_a_batch_with_only_ids(
+    recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
+) -> None:
+    trajectory = replace(recorded[0], logprobs=recorded[0].logprobs - np.float32(2) * recorded[0].loss_mask)
+    rows = row_of(trajectory, trajectory.token_ids)
+    by_rows = check_logprobs([trajectory], rows=rows, forward=forward, tokenizer=tokenizer)
+    assert by_rows.causes == check_logprobs([trajectory], forward=forward, tokenizer=tokenizer).causes != ()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_rows_of_hardly_any_ids_are_cut_rows(recorded: Sequence[Trajectory], forward: Forward, length: int) -> None:
+    trajectory = recorded[0]
+    rows = row_of(trajectory, trajectory.token_ids[:length])
+    report = check_logprobs([trajectory], rows=rows, forward=forward)
+    assert (report.cut_tokens, report.compared) == (int(trajectory.loss_mask.sum()), 0)
+    assert "rows" in channels(report)

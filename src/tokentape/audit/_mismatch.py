@@ -1,19 +1,31 @@
 """Compare recorded log-probabilities with an engine's scores of the same ids, and find the cause of differences.
 
-If one temperature, or one truncation, turns the scores into the recorded logprobs, that is the cause. With different
-weights, logprobs differ from the first sampled token on. If they differ only from a later token on, the ids differed.
+If a rounding, a shift by one token, one temperature or one truncation turns the scores into the recorded logprobs, that
+is the cause. With different weights, logprobs differ from the first sampled token on. If they differ only from a later
+token on, the ids differed. If most tokens after a difference agree, single logprobs are wrong.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.audit._deviations import (
+    CERTAIN,
+    PRECISIONS,
+    Cause,
+    Compared,
+    Deviations,
+    Grid,
+    Precision,
+    apart_by,
+    obvious_cause,
+)
 from tokentape.audit._rescaling import RAW, Rule, Values, recorded_rules, under
 from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.engines._scoring import Scores
@@ -31,8 +43,6 @@ _TOKENS = 256
 _SEQUENCES = 256
 """The number of sequences per group of which all logprobs are kept."""
 
-_CERTAIN = 0.01
-"""A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
 _EXPLAINED = 0.9
 
 _CUTS: tuple[dict[str, Any], ...] = (
@@ -41,28 +51,8 @@ _CUTS: tuple[dict[str, Any], ...] = (
     *({"min_p": p} for p in (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3)),
 )
 
-Cause: TypeAlias = Literal["ids", "temperature", "truncation", "weights", "kernels"]
 Sampling: TypeAlias = Mapping[int, Mapping[str, Any]]
 """Sampling parameters by turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """The differences that rounding in a precision may cause between two correct computations."""
-
-    delta: float
-    """The usual limit for one token, in nats."""
-    share: float
-    """The share of tokens that may exceed `delta`."""
-    mean: float
-    """The mean absolute difference, in nats."""
-
-
-PRECISIONS = {
-    "float32": Precision(delta=1e-3, share=0.0, mean=1e-4),
-    "bfloat16": Precision(delta=0.3, share=0.03, mean=0.06),
-}
-"""Limits by precision, the lower one if two sides differ. docs/how-to/score.md has the measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +96,7 @@ class _Group:
 
     declared: Rule
     sampled: set[Rule] = field(default_factory=set)
-    sequences: list[tuple[Values, Values]] = field(default_factory=list)
+    sequences: list[Compared] = field(default_factory=list)
     tokens: int = 0
     apart: int = 0
     total: float = 0.0
@@ -152,9 +142,15 @@ class Mismatch:
         start: int,
         scores: Scores,
         sampling: Sampling | None = None,
-    ) -> Logprobs:
-        """Compare the tokens in `mask` with `scores` from `start` on. Return the expected logprobs."""
+        before: int | None = None,
+    ) -> tuple[Logprobs, npt.NDArray[np.bool_]]:
+        """Compare the tokens in `mask` with `scores` from `start` on.
+
+        Return the expected logprobs, and a mask of the tokens that were compared. Causes are looked for only at tokens
+        before the position `before`.
+        """
         expected = np.full(len(trajectory.token_ids), np.nan, np.float32)
+        compared = np.zeros(len(expected), bool)
         for n, rule in enumerate(self.rules(trajectory, sampling)):
             first, last = int(trajectory.completion_starts[n]), int(trajectory.completion_ends[n])
             positions = np.flatnonzero(mask[first:last] & np.isfinite(trajectory.logprobs[first:last])) + first
@@ -171,13 +167,15 @@ class Mismatch:
                 why = f"{rule}: this engine returns too few alternatives to normalize with"
                 self.not_comparable[why] += int((~reliable).sum())
             positions, value = positions[reliable], value[reliable]
-            expected[positions] = value
+            expected[positions], compared[positions] = value, True
+            if before is not None:
+                positions, value = positions[positions < before], value[positions < before]
             for version, within in _versions(trajectory, positions):
                 group = self._groups.setdefault((version, rule), _Group(rule))
                 group.sampled |= _sampled_with(trajectory, n, sampling)
                 self._count(group, trajectory, positions[within], value[within])
-        self._numbers.add((expected.astype(np.float64) - trajectory.logprobs)[~np.isnan(expected)])
-        return expected
+        self._numbers.add((expected.astype(np.float64) - trajectory.logprobs)[compared])
+        return expected, compared
 
     def numbers(self) -> Numbers:
         return self._numbers.numbers()
@@ -189,7 +187,7 @@ class Mismatch:
         group.apart += int(apart.sum())
         group.total += float(np.abs(recorded - value)[np.isfinite(value)].sum())
         if len(group.sequences) < _SEQUENCES:
-            group.sequences.append((recorded, value))
+            group.sequences.append(Compared(recorded, value, positions))
         if apart.any() and len(group.doubts) < _LOOKED_AT:
             some = positions[:_TOKENS]
             group.doubts.append(Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored))
@@ -214,29 +212,50 @@ class Mismatch:
         return tuple(attributions)
 
     def _causes_of(self, version: str, group: _Group) -> tuple[tuple[Cause, ...], str]:
+        grid = Grid(np.concatenate([turn.recorded for turn in group.sequences]))
+        if (obvious := obvious_cause(group.sequences, grid, self._limits)) is not None:
+            return obvious
+        deviations = Deviations(group.sequences, self._limits)
         if (joined := group.joined()) is not None:
-            rule = _Explaining(joined, group, self._limits, self._vocab).rule()
-            if rule is not None:
+            explaining = _Explaining(joined, group, grid, self._limits, self._vocab)
+            if rules := explaining.rules():
                 causes: list[Cause] = []
-                if abs(rule.temperature - group.declared.temperature) > 1e-6:
+                if abs(rules[0].temperature - group.declared.temperature) > 1e-6:
                     causes.append("temperature")
-                if rule.truncates or group.declared.truncates:
+                if rules[0].truncates or group.declared.truncates:
                     causes.append("truncation")
-                cut = "a truncation to the likeliest tokens, with an unknown limit"
-                return tuple(causes), f"the recorded logprobs fit {cut if np.isnan(rule.top_p) else rule}"
-            for tried in group.sampled:
-                error = under(joined.own, joined.top, tried, self._vocab)[1]
-                # Every rule gives nearly the same logprob to a token that is nearly certain.
-                if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
-                    few = f"this engine returns too few alternatives to try {tried}"
-                    return ("temperature", "truncation", "weights"), f"{few}; use transformers to tell the causes apart"
+                return tuple(causes), f"the recorded logprobs fit {_named(rules)}"
+            if deviations.lasting or not explaining.any_lower():
+                for tried in group.sampled:
+                    error = under(joined.own, joined.top, tried, self._vocab)[1]
+                    # Every rule gives nearly the same logprob to a token that is nearly certain.
+                    if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
+                        few = f"this engine returns too few alternatives to try {tried}"
+                        return (
+                            "temperature",
+                            "truncation",
+                            "weights",
+                        ), f"{few}; use transformers to tell the causes apart"
+        if not deviations.lasting:
+            return deviations.passing_cause()
         others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
         if others and not any(others) and group.apart > group.tokens / 4:
             return ("weights",), "the logprobs of the other weight versions agree"
-        if self._limits.share == 0 and _like_rounding(group.sequences, self._limits):
-            small = "sequences differ from their first tokens on, by no more than rounding in bfloat16 explains"
-            return ("kernels", "weights"), small
-        return _ids_or_weights(group.sequences, self._limits, version != "unknown")
+        return deviations.lasting_cause(version != "unknown")
+
+
+def _named(rules: Sequence[Rule]) -> str:
+    """Name rules that fit equally well: the one, or the range of the limit of each kind of truncation."""
+    if np.isnan(rules[0].top_p):
+        return "a truncation to the likeliest tokens, with an unknown limit"
+    if len(rules) == 1:
+        return str(rules[0])
+    ranges = []
+    for name, unused in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        values = sorted({getattr(rule, name) for rule in rules} - {unused})
+        if values:
+            ranges.append(f"{name} {values[0]:.3g}" + (f" to {values[-1]:.3g}" if len(values) > 1 else ""))
+    return f"temperature {rules[0].temperature:.3g}, {' or '.join(ranges)}"
 
 
 def _versions(trajectory: Trajectory, positions: npt.NDArray[np.int64]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
@@ -262,54 +281,74 @@ def _sampled_with(trajectory: Trajectory, n: int, sampling: Sampling | None) -> 
 class _Explaining:
     """Finds a rule that turns the model's own logprobs into the recorded logprobs."""
 
-    def __init__(self, tokens: _Tokens, group: _Group, limits: Precision, vocab: int) -> None:
+    def __init__(self, tokens: _Tokens, group: _Group, grid: Grid, limits: Precision, vocab: int) -> None:
         self._tokens, self._group, self._limits, self._vocab = tokens, group, limits, vocab
+        self._slack = grid.slack(tokens.recorded)
         expected, error = self._under(group.declared)
-        self._before = np.abs(tokens.recorded - np.where(np.isfinite(expected), expected, -1e9))
-        certain = (tokens.own > -_CERTAIN) & (tokens.recorded > -_CERTAIN)
+        self._before = apart_by(tokens.recorded, np.where(np.isfinite(expected), expected, -1e9), self._slack)
+        certain = (tokens.own > -CERTAIN) & (tokens.recorded > -CERTAIN)
         self._telling = ~certain & ((self._before > limits.delta) | ~(error <= limits.delta))
 
     def _under(self, rule: Rule) -> tuple[Values, Values]:
         return under(self._tokens.own, self._tokens.top, rule, self._vocab)
 
-    def rule(self) -> Rule | None:
-        """Return the simplest rule that explains the recorded logprobs (`top_p` NaN: unknown), or None."""
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the simplest rules that explain the recorded logprobs equally well; empty without any.
+
+        `top_p` is NaN if the limit of a truncation is unknown.
+        """
         if self._telling.sum() < 8:
-            return None
+            return ()
         declared, sampled = self._group.declared, self._group.sampled
         temperatures = dict.fromkeys(rule.temperature for rule in (RAW, declared, *sampled))
         fitted = self._fitted_temperature()
         plain = [Rule(temperature) for temperature in (*temperatures, *([] if fitted is None else [fitted]))]
         cuts = [Rule(temperature, **cut) for temperature in temperatures for cut in _CUTS]
         for candidates in (plain, [rule for rule in sampled if rule.truncates], cuts):
-            shares = [(self._explained(rule), rule) for rule in candidates if rule != declared]
-            share, best = max(shares, key=lambda pair: pair[0], default=(0.0, RAW))
-            if share >= _EXPLAINED:
-                return best
+            tried = [(*self._explained(rule), rule) for rule in candidates if rule != declared]
+            share, distance, best = max(tried, key=lambda fit: (fit[0], -fit[1]), default=(0.0, 0.0, RAW))
+            if share < _EXPLAINED:
+                continue
+            if candidates is not cuts:
+                return (best,)
+            near = distance + self._limits.delta / 10
+            return tuple(
+                rule
+                for share, distance, rule in tried
+                if share >= _EXPLAINED and distance <= near and rule.temperature == best.temperature
+            )
         cut = [temperature for temperature in temperatures if self._never_lower(Rule(temperature))]
-        return Rule(cut[0], top_p=np.nan) if cut else None
+        return (Rule(cut[0], top_p=np.nan),) if cut else ()
+
+    def any_lower(self) -> bool:
+        """Return whether a recorded logprob is lower than the model's own, as no truncation alone makes it."""
+        return bool((self._tokens.recorded < self._tokens.own - self._limits.delta - self._slack).any())
 
     def _never_lower(self, rule: Rule) -> bool:
         """Return True if no recorded logprob is lower than under `rule`: any truncation raises what it keeps."""
         value, error = self._under(rule)
-        above = (self._tokens.recorded - value)[(error <= self._limits.delta) & (value < -_CERTAIN)]
+        above = (self._tokens.recorded - value)[(error <= self._limits.delta) & (value < -CERTAIN)]
         if len(above) < 30 or (above > self._limits.delta).mean() < 0.25:
             return False
         # A truncation that keeps a tenth of the probability raises logprobs by 2.3.
         within = (above >= -self._limits.delta) & (above < 3)
         return bool(within.mean() >= 1 - self._limits.share - 0.02)
 
-    def _explained(self, rule: Rule) -> float:
-        """Return the share of differing tokens that a rule explains, or of others that still agree, if smaller."""
+    def _explained(self, rule: Rule) -> tuple[float, float]:
+        """Return the share of differing tokens that a rule explains, or of others that still agree, if smaller.
+
+        Also return the mean distance that is left.
+        """
         value, error = self._under(rule)
         reliable = np.isfinite(error) & (error < 0.3)
-        distance = np.abs(self._tokens.recorded - value)
+        distance = apart_by(self._tokens.recorded, value, self._slack)
         fits = distance <= self._limits.delta + error
         counted, others = reliable & self._telling, reliable & ~self._telling
         few = counted.sum() < max(8, 0.2 * self._telling.sum())
         if few or np.median(distance[counted]) > 0.4 * np.median(self._before[counted]):
-            return 0.0
-        return float(min(fits[counted].mean(), fits[others].mean() if others.any() else 1.0))
+            return 0.0, np.inf
+        left = float(np.minimum(distance, 10.0)[counted].mean())
+        return float(min(fits[counted].mean(), fits[others].mean() if others.any() else 1.0)), left
 
     def _fitted_temperature(self) -> float | None:
         """Return the temperature that fits the recorded logprobs best; None if there are too few alternatives."""
@@ -328,39 +367,3 @@ class _Explaining:
             best = float(grid[index])
             grid = np.linspace(grid[max(index - 1, 0)], grid[min(index + 1, len(grid) - 1)], 13)
         return best
-
-
-def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision) -> bool:
-    """Return True if sequences differ from the start, unlike after a change of ids, and only by bfloat16 rounding."""
-    coarse = PRECISIONS["bfloat16"]
-    apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]
-    together = np.concatenate(apart)
-    early = [(sequence[:4] > limits.delta).any() for sequence in apart if len(sequence) >= 4]
-    small = together.mean() <= coarse.mean and (together > coarse.delta).mean() <= coarse.share
-    return bool(small and early and np.mean(early) >= 0.75)
-
-
-def _ids_or_weights(
-    sequences: Iterable[tuple[Values, Values]], limits: Precision, versions_known: bool
-) -> tuple[tuple[Cause, ...], str]:
-    """Return the cause and the reason. `versions_known`: the record names the weights of all sequences."""
-    clean = broken = within = 0
-    for recorded, expected in sequences:
-        telling = (recorded < -_CERTAIN) | (expected < -_CERTAIN)
-        apart = ~(np.abs(recorded - expected)[telling] <= limits.delta)
-        if not apart.any() or apart.mean() <= limits.share:
-            clean += len(apart) >= 3
-            continue
-        broken += 1
-        # Rounding moves a few tokens beyond the limit too, but seldom two of four.
-        thick = [n for n in np.flatnonzero(apart) if apart[n : n + 4].mean() >= 0.5] if limits.share else []
-        within += (int(thick[0]) if thick else int(np.argmax(apart))) >= 3
-    if within * 2 >= max(broken, 1):
-        return ("ids",), f"{within} of {broken} sequences agree at first and differ from a later token on"
-    if clean and versions_known:
-        return ("ids",), f"{clean} sequences of the same weights agree, {broken} differ from their first token on"
-    if clean:
-        where = f"{clean} sequences agree, {broken} differ from their first sampled token on"
-        return ("ids", "weights"), f"{where}; the record does not say which weights sampled them"
-    first = "all sequences differ from their first sampled token on"
-    return ("weights",), f"{first}; different ids before that token in all of them would look the same"

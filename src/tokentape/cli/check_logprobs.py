@@ -22,7 +22,7 @@ from tokentape.cli.extras import open_forward
 from tokentape.cli.output import end, print_json, working
 from tokentape.cli.source import open_source, open_tokenizer
 from tokentape.store._served_model import served_tokenizer
-from tokentape.training._logprob_check import LogprobLimits, LogprobReport, Outlier, read_rows
+from tokentape.training._logprob_check import NOTHING_COMPARED, LogprobLimits, LogprobReport, Outlier, read_rows
 from tokentape.training._logprob_check import check_logprobs as check
 from tokentape.training._rerendering import IfRerendered, check_rerendered
 
@@ -64,8 +64,8 @@ def check_logprobs(
     The trainer is a model folder, a file with its ids or logprobs, or both: if the file has no logprobs, the model
     computes them. Exits with 1 if a limit is exceeded, and prints the channel: rows (missing on one side, or cut),
     numeric (same ids, different logprobs), id drift (same text, different ids) or text drift (different text). Exits
-    with 3 if no token was compared. Changes by retokenizing or --rerender are reported but are not failures. --rerender
-    needs a record, because exported files have no messages.
+    with 3 if no logprob was compared and no limit is exceeded. Changes by retokenizing or --rerender are reported but
+    are not failures. --rerender needs a record, because exported files have no messages.
     """
     with open_source(location) as source:
         if rerender and source.store is None:
@@ -118,7 +118,10 @@ def check_logprobs(
             typer.echo(f"{channel}: {what}", err=True)
         if not failures:
             typer.echo("within the limits")
-    end(bool(failures and report.compared), report.compared, "token that both sides have")
+    # Rows and ids are compared even where no logprob can be. An empty record measures nothing.
+    trajectories = report.sequences + report.without_trainer
+    wrong = bool(trajectories) and any(what != NOTHING_COMPARED for _, what in failures)
+    end(wrong, report.compared, "token that both sides have")
 
 
 _RULES = {

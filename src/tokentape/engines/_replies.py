@@ -255,11 +255,10 @@ class ReceivedTokens:
 
     def _check_not_stopped(self, ids: Sequence[int]) -> None:
         """Raise `EngineContractError` if one of `ids` follows a requested stop id."""
-        before = () if self.last_id is None else (self.last_id,)
-        for stop in {*before, *ids[:-1]}.intersection(self.params.stop_token_ids) if ids else ():
+        if stops := {self.last_id, *ids[:-1]}.intersection(self.params.stop_token_ids) if ids else ():
             raise EngineContractError(
-                f"the engine continued after id {stop}, which is a stop id of the request; use a server that supports "
-                "`stop_token_ids`"
+                f"the engine continued after id {stops.pop()}, which is a stop id of the request; use a server that "
+                "supports `stop_token_ids`"
             )
 
     def _supports(self, ids: Sequence[int], masks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from tokentape._session.arrow import read_rows as read_table_rows
 from tokentape.audit._mismatch import LOOK_TOP, Attribution, Mismatch
-from tokentape.audit._rescaling import RAW
 from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.audit._tokendiff.retokenizing import Channel, Pairing, pair_ids, retokenized
 from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
@@ -34,6 +33,9 @@ Forward: TypeAlias = Callable[[TokenIds], Logprobs]
 
 _ROUNDING = 1e-4
 """Logprobs up to this many nats above 0 are explained by float32 rounding."""
+
+NOTHING_COMPARED = "no token was compared"
+"""A failure that says nothing about the trainer."""
 
 _ANY_SIZE = 2**31
 """Stands for an unknown vocabulary size. With it, logprobs normalized over the vocabulary can't be compared."""
@@ -131,7 +133,7 @@ class LogprobReport:
         if self.above_zero:
             failures.append(("numeric", f"{self.above_zero} logprobs are above 0, so they are not log-probabilities"))
         if not self.compared:
-            failures.append(("numeric", "no token was compared"))
+            failures.append(("numeric", NOTHING_COMPARED))
         if numbers.not_finite:
             failures.append(("numeric", f"the trainer has no finite logprob for {numbers.not_finite} tokens"))
         for name, value, limit in (
@@ -270,41 +272,28 @@ class _Tally:
     def add(self, trajectory: Trajectory, row: TrainerRow) -> None:
         self._sequences += 1
         ids = trajectory.token_ids if row.token_ids is None else row.token_ids
-        mask = trajectory.loss_mask & np.isfinite(trajectory.logprobs)
-        mask[:1] = False
-        logprobs = row.logprobs
-        if logprobs is None and row.token_ids is None:
-            # Rescale to the recorded distribution; NaN where that is not possible.
-            scores = self._scores(trajectory.token_ids, 1, self._mismatch.top_for(trajectory))
-            logprobs = self._mismatch.add(trajectory, mask, 1, scores)
-            mask &= ~np.isnan(logprobs)
-        elif logprobs is None:
-            mask &= self._raw(trajectory, mask)
-            logprobs = self._given()(ids)
-        if len(logprobs) != len(ids):
+        trained = trajectory.loss_mask & np.isfinite(trajectory.logprobs)
+        trained[:1] = False
+        if row.logprobs is not None and len(row.logprobs) != len(ids):
             raise InvalidRequest(
-                f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: the trainer has {len(logprobs)} logprobs "
-                f"for {len(ids)} ids"
+                f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: the trainer has {len(row.logprobs)} "
+                f"logprobs for {len(ids)} ids"
             )
+        if row.logprobs is None:
+            self._given()
         pairing = self._compare(trajectory, ids)
-        end = max([change.end for change in pairing.changes], default=0)
-        last = max(np.flatnonzero(pairing.partner >= 0), default=-1) + 1
-        cut_tokens = int(mask[max(end, last) :].sum())
-        self._cut += bool(cut_tokens)
-        self._cut_tokens += cut_tokens
-        for channel in self._drifts:
-            self._drifts[channel] = self._drifts[channel].added(mask, pairing if pairing.channel == channel else None)
-        if self._tokenizer is not None and self._retokenized is not None:
-            retokenized_pairing = pair_ids(
-                trajectory.token_ids, retokenized(self._tokenizer, trajectory.token_ids), self._tokenizer
-            )
-            self._retokenized = self._retokenized.added(
-                mask, None if retokenized_pairing.channel == "numeric" else retokenized_pairing
-            )
-        positions = np.flatnonzero(mask & (pairing.partner >= 0))
-        trainer = logprobs[pairing.partner[positions]].astype(np.float64)
+        # Cut rows and drift count for all trained tokens, also where logprobs are of another distribution.
+        self._count_rows(trajectory, trained, pairing)
+        self._above_zero += int((trajectory.logprobs[trained] > _ROUNDING).sum())
+        positions = np.flatnonzero(trained & (pairing.partner >= 0))
+        if row.logprobs is None:
+            logprobs, comparable = self._rescaled(trajectory, ids, positions, pairing)
+            positions = positions[comparable[positions]]
+            trainer = logprobs[positions].astype(np.float64)
+        else:
+            trainer = row.logprobs[pairing.partner[positions]].astype(np.float64)
         differences = trainer - trajectory.logprobs[positions]
-        self._above_zero += int((trainer > _ROUNDING).sum() + (trajectory.logprobs[positions] > _ROUNDING).sum())
+        self._above_zero += int((trainer > _ROUNDING).sum())
         before = positions < pairing.first
         self._numeric.add(differences[before])
         self._after_drift.add(differences[~before])
@@ -313,6 +302,24 @@ class _Tally:
             outlier = self._outlier(trajectory, pairing, int(positions[n]), float(trainer[n]))
             self._outliers.append((float(size[n]), outlier))
         self._outliers = nlargest(self._limit, self._outliers, key=itemgetter(0))
+
+    def _count_rows(self, trajectory: Trajectory, trained: npt.NDArray[np.bool_], pairing: Pairing) -> None:
+        """Count the cut and the changed tokens among the trained ones, and those that retokenizing would change."""
+        end = max([change.end for change in pairing.changes], default=0)
+        last = max(np.flatnonzero(pairing.partner >= 0), default=-1) + 1
+        cut_tokens = int(trained[max(end, last) :].sum())
+        self._cut += bool(cut_tokens)
+        self._cut_tokens += cut_tokens
+        for channel in self._drifts:
+            drifted = pairing if pairing.channel == channel else None
+            self._drifts[channel] = self._drifts[channel].added(trained, drifted)
+        if self._tokenizer is not None and self._retokenized is not None:
+            retokenized_pairing = pair_ids(
+                trajectory.token_ids, retokenized(self._tokenizer, trajectory.token_ids), self._tokenizer
+            )
+            self._retokenized = self._retokenized.added(
+                trained, None if retokenized_pairing.channel == "numeric" else retokenized_pairing
+            )
 
     def report(self, absent: int, unknown: int) -> LogprobReport:
         for doubt in self._mismatch.doubts():
@@ -346,14 +353,20 @@ class _Tally:
             return forward.scores(ids, start, top)
         return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
 
-    def _raw(self, trajectory: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens with raw recorded logprobs, and count other tokens as not comparable."""
-        raw = np.zeros(len(mask), bool)
-        for rule, (_, start, end) in zip(self._mismatch.rules(trajectory), trajectory.completions(), strict=True):
-            raw[start:end] = rule == RAW
-            if rule != RAW and (tokens := int(mask[start:end].sum())):
-                self._mismatch.not_comparable[str(rule)] += tokens
-        return raw
+    def _rescaled(
+        self, trajectory: Trajectory, ids: TokenIds, positions: npt.NDArray[np.int64], pairing: Pairing
+    ) -> tuple[Logprobs, npt.NDArray[np.bool_]]:
+        """Score the trainer's ids, and convert the scores at recorded `positions` to the recorded distribution.
+
+        Also return a mask of the tokens for which this is possible. Causes are looked for only before the first
+        different id.
+        """
+        scores = self._scores(ids, 1, self._mismatch.top_for(trajectory))
+        if ids is not trajectory.token_ids:
+            scores = _at_partners(scores, pairing.partner)
+        mask = np.zeros(len(trajectory.token_ids), bool)
+        mask[positions] = True
+        return self._mismatch.add(trajectory, mask, 1, scores, before=pairing.first)
 
     def _compare(self, trajectory: Trajectory, ids: TokenIds) -> Pairing:
         if self._tokenizer is not None:
@@ -381,3 +394,13 @@ class _Tally:
             channel="numeric" if position < pairing.first else pairing.channel,
             drift_class=kinds[-1] if kinds else None,
         )
+
+
+def _at_partners(scores: Scores, partner: npt.NDArray[np.int64]) -> Scores:
+    """Return the scores of a trainer's ids, which begin at its second id, at the recorded tokens from the second on."""
+    partners = partner[1:]
+    if not len(scores.logprobs):
+        return Scores(np.full(len(partners), np.nan, np.float32), np.empty((len(partners), 0), np.float32))
+    places = np.maximum(partners - 1, 0)
+    # The first id of a sequence has no logprob.
+    return Scores(np.where(partners > 0, scores.logprobs[places], np.float32(np.nan)), scores.top[places])

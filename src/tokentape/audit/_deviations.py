@@ -1,0 +1,227 @@
+"""Name causes of differences from where logprobs differ, and by how much.
+
+Different ids or weights change nearly all later logprobs. If most tokens after the first difference agree, neither is
+the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.audit._rescaling import Values
+
+CERTAIN = 0.01
+"""A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
+
+_ENOUGH = 8
+"""The number of tokens that a shift or a precision needs as evidence."""
+_SHIFTED = 0.9
+"""The share of tokens that a shift must explain."""
+
+Cause: TypeAlias = Literal[
+    "ids", "temperature", "truncation", "weights", "kernels", "shift", "rounding", "isolated tokens"
+]
+Found: TypeAlias = tuple[tuple[Cause, ...], str]
+"""The causes and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The differences that rounding in a precision may cause between two correct computations."""
+
+    delta: float
+    """The usual limit for one token, in nats."""
+    share: float
+    """The share of tokens that may exceed `delta`."""
+    mean: float
+    """The mean absolute difference, in nats. Fewer than half of the tokens exceed it."""
+
+
+PRECISIONS = {
+    "float32": Precision(delta=1e-3, share=0.0, mean=1e-4),
+    "bfloat16": Precision(delta=0.3, share=0.03, mean=0.06),
+}
+"""Limits by precision, the lower one if two sides differ. docs/how-to/score.md has the measurements."""
+
+
+class Compared(NamedTuple):
+    """Tokens of one turn that were compared. Shape [tokens]."""
+
+    recorded: Values
+    expected: Values
+    positions: npt.NDArray[np.int64]
+
+    def distance(self) -> Values:
+        return apart_by(self.recorded, self.expected)
+
+
+def apart_by(recorded: Values, expected: Values, slack: Values | float = 0.0) -> Values:
+    """Return absolute differences, less the `slack` that rounding explains; infinite if there is no number."""
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(recorded - expected) - slack
+    return np.where(np.isnan(distance), np.inf, np.maximum(distance, 0.0))
+
+
+class Grid:
+    """The values that recorded logprobs were rounded to; an empty name if they have all digits of float32."""
+
+    def __init__(self, recorded: Values) -> None:
+        self.name = ""
+        distinct = np.unique(recorded[recorded != 0])
+        if len(distinct) >= _ENOUGH:
+            self.name = next((name for name in _GRIDS if np.array_equal(_rounded(distinct, name), distinct)), "")
+
+    def slack(self, recorded: Values) -> Values:
+        """Return the largest error from rounding to these values."""
+        if not self.name:
+            return np.zeros(len(recorded))
+        if self.name in _DECIMALS:
+            return np.full(len(recorded), 0.5 * 10.0 ** -_DECIMALS[self.name])
+        # The number of binary digits after the first one.
+        digits, least = (7, -126) if self.name == "bfloat16" else (10, -14)
+        exponent = np.maximum(np.frexp(recorded)[1] - 1, least)
+        return np.asarray(0.5 * np.exp2(exponent - digits), np.float64)
+
+
+_DECIMALS = {"1 decimal": 1, "2 decimals": 2, "3 decimals": 3}
+_GRIDS = ("bfloat16", "float16", *_DECIMALS)
+"""Coarser ones first, because their values may be values of a finer one too."""
+
+
+def _rounded(values: Values, grid: str) -> Values:
+    single = values.astype(np.float32)
+    if grid in _DECIMALS:
+        return np.round(values, _DECIMALS[grid]).astype(np.float32).astype(np.float64)
+    if grid == "float16":
+        with np.errstate(over="ignore"):
+            return single.astype(np.float16).astype(np.float64)
+    # Exact values of bfloat16 have zeros in the lower half.
+    return (single.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> Found | None:
+    """Return a rounding of the recorded logprobs or a shift by one token, if it explains all differences."""
+    distances = np.concatenate([apart_by(turn.recorded, turn.expected, grid.slack(turn.recorded)) for turn in turns])
+    if grid.name and (distances > limits.delta).mean() <= limits.share and distances.mean() <= limits.mean:
+        return ("rounding",), f"the recorded logprobs are rounded to {grid.name}, which explains the differences"
+    broken = [turn for turn in turns if (turn.distance() > limits.delta).mean() > limits.share]
+    for by, whose in ((1, "the next"), (-1, "the previous")):
+        if _shifted(broken, by, grid, limits):
+            return ("shift",), f"the recorded logprobs are shifted by one: each is that of {whose} token"
+    return None
+
+
+def _shifted(turns: Sequence[Compared], by: int, grid: Grid, limits: Precision) -> bool:
+    """Return True if recorded logprobs are those of the tokens `by` positions later."""
+    fits = []
+    for turn in turns:
+        here, there = (slice(None, -1), slice(1, None))[::by]
+        recorded, own, other = turn.recorded[here], turn.expected[here], turn.expected[there]
+        slack = grid.slack(recorded)
+        adjacent = turn.positions[there] - turn.positions[here] == by
+        # Neighbors with nearly the same logprob fit in any case.
+        telling = adjacent & (apart_by(own, other) > 4 * limits.delta + slack)
+        fits.append(apart_by(recorded, other, slack)[telling] <= limits.delta)
+    together = np.concatenate(fits) if fits else np.empty(0, bool)
+    return len(together) >= _ENOUGH and bool(together.mean() >= _SHIFTED)
+
+
+class Deviations:
+    """Where the logprobs of turns deviate from the expected ones."""
+
+    def __init__(self, turns: Sequence[Compared], limits: Precision) -> None:
+        self._turns, self._limits = turns, limits
+        self._clean = self._within = self._lasting = self._passing = self._alone = 0
+        for turn in turns:
+            telling = (turn.recorded < -CERTAIN) | (turn.expected < -CERTAIN)
+            self._count(turn.distance()[telling])
+
+    def _count(self, distance: Values) -> None:
+        limits = self._limits
+        apart = distance > limits.delta
+        if not apart.any() or apart.mean() <= limits.share:
+            self._clean += len(apart) >= 3
+            return
+        first = int(np.argmax(apart))
+        if limits.share:
+            # Rounding moves a few tokens beyond the limit too, but seldom two of four. It hides small effects, so more
+            # than such a cluster can't be required.
+            thick = [n for n in np.flatnonzero(apart).tolist() if apart[n : n + 4].sum() >= 2]
+            first, lasts = (thick[0], True) if thick else (first, False)
+        else:
+            # Later tokens with another context may differ by less than the limit, but by more than usual rounding.
+            after = distance[first + 1 :] > limits.mean
+            if not len(after) and not first:
+                self._alone += 1
+                return
+            lasts = bool(len(after) and after.mean() > 0.5)
+        if lasts:
+            self._lasting += 1
+            self._within += first >= 3
+        else:
+            self._passing += 1
+
+    @property
+    def lasting(self) -> bool:
+        """Whether most tokens after the first difference differ too, in most turns that have a difference."""
+        return self._lasting > self._passing
+
+    def passing_cause(self) -> Found:
+        """Return the cause of differences after which most tokens agree."""
+        limits = self._limits
+        if self._alone and not self._passing:
+            alone = "each turn with a difference has only one token that tells"
+            return ("isolated tokens", "ids", "weights"), alone
+        distance = np.concatenate([turn.distance() for turn in self._turns])
+        apart = distance > limits.delta
+        recorded = np.concatenate([turn.recorded for turn in self._turns])
+        spread = not apart.any() or bool(distance[~apart].mean() > limits.mean)
+        if spread and (limits.share or self._small()):
+            size = "" if limits.share else ", by no more than rounding in bfloat16 explains"
+            return ("kernels", "weights"), f"the differences are spread over all tokens{size}"
+        for edge, name in ((0, "first"), (-1, "last")):
+            at_edge = sum(int((turn.distance() > limits.delta)[edge]) for turn in self._turns)
+            if at_edge >= (0.9 if limits.share else 1) * apart.sum():
+                return ("isolated tokens",), f"only the {name} token of a turn differs"
+        where = "most tokens after the first different one agree"
+        if limits.share:
+            return ("isolated tokens", "ids", "weights"), f"{where}; at this precision, small effects can't be seen"
+        if (distance <= limits.delta + 2**-7 * np.abs(recorded)).all():
+            small = "by no more than rounding in bfloat16 explains"
+            return ("isolated tokens", "rounding"), f"{where}, and the others differ {small}"
+        return ("isolated tokens",), f"{where}, unlike after a change of ids or weights"
+
+    def lasting_cause(self, versions_known: bool) -> Found:
+        """Return the cause of differences that last. `versions_known`: the record names the weights of all turns."""
+        broken, clean = self._lasting, self._clean
+        if self._limits.share == 0 and self._small() and self._early():
+            small = "sequences differ from their first tokens on, by no more than rounding in bfloat16 explains"
+            return ("kernels", "weights"), small
+        if self._within * 2 >= broken:
+            return ("ids",), f"{self._within} of {broken} sequences agree at first and differ from a later token on"
+        if clean and versions_known:
+            return ("ids",), f"{clean} sequences of the same weights agree, {broken} differ from their first token on"
+        if clean:
+            where = f"{clean} sequences agree, {broken} differ from their first sampled token on"
+            return ("ids", "weights"), f"{where}; the record does not say which weights sampled them"
+        first = "all sequences differ from their first sampled token on"
+        return ("weights",), f"{first}; different ids before that token in all of them would look the same"
+
+    def _small(self) -> bool:
+        """Return True if rounding in bfloat16 explains the size of the differences."""
+        coarse = PRECISIONS["bfloat16"]
+        together = np.concatenate([turn.distance()[turn.recorded < -CERTAIN] for turn in self._turns])
+        if not len(together):
+            return False
+        return bool(together.mean() <= coarse.mean and (together > coarse.delta).mean() <= coarse.share)
+
+    def _early(self) -> bool:
+        """Return True if turns differ from the start, unlike after a change of ids within them."""
+        apart = [turn.distance()[turn.recorded < -CERTAIN] for turn in self._turns]
+        early = [(turn[:4] > self._limits.mean).any() for turn in apart if len(turn) >= 4]
+        return bool(early and np.mean(early) >= 0.75)
