@@ -110,10 +110,7 @@ class Tokenizer:
             value for key, value in values if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
         )
         if dropout := self._spec["model"].get("dropout"):
-            raise TokenizerUnusable(
-                f"model.dropout is {dropout} in tokenizer.json, so each encoding has random ids; expected null or 0. "
-                "Dropout is meant for training a tokenizer's model: set it to null on both sides"
-            )
+            raise TokenizerUnusable(f"model.dropout is {dropout} in tokenizer.json, so ids are random; set it to null")
         vocab = self._spec["model"]["vocab"]
         self._vocab = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
         self.vocab_size = 1 + max([*self._vocab.values(), *(token.id for token in self.added_tokens)], default=-1)
