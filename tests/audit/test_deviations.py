@@ -169,6 +169,12 @@ def test_rounded_logprobs_are_found(seed: int, to: str, top: int) -> None:
     assert (found.causes, f"rounded to {to}," in found.detail) == (("rounding",), True)
 
 
+def test_rounding_is_found_in_turns_of_few_telling_tokens() -> None:
+    made = turns(0, count=3, length=2)
+    found = only(causes(made, [bfloat16(turn.logprobs()) for turn in made]))
+    assert found.causes == ("rounding",)
+
+
 @pytest.mark.parametrize("to", ROUNDED)
 def test_slack_is_the_largest_rounding_error(to: str) -> None:
     values = -np.exp(np.random.default_rng(0).uniform(-12, 4, 4000))

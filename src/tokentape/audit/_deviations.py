@@ -19,7 +19,9 @@ CERTAIN = 0.01
 """A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
 
 _ENOUGH = 8
-"""The number of tokens that a shift or a precision needs as evidence."""
+"""The number of tokens that a shift needs as evidence."""
+_VALUES = 3
+"""The number of different logprobs that rounding needs as evidence. By chance, one in thousands is a rounded value."""
 _SHIFTED = 0.9
 """The share of tokens that a shift must explain."""
 
@@ -73,7 +75,7 @@ class Grid:
     def __init__(self, recorded: Values) -> None:
         self.name = ""
         distinct = np.unique(recorded[recorded != 0])
-        if len(distinct) >= _ENOUGH:
+        if len(distinct) >= _VALUES:
             self.name = next((name for name in _GRIDS if np.array_equal(_rounded(distinct, name), distinct)), "")
 
     def slack(self, recorded: Values) -> Values:
@@ -223,5 +225,6 @@ class Deviations:
     def _early(self) -> bool:
         """Return True if turns differ from the start, unlike after a change of ids within them."""
         apart = [turn.distance()[turn.recorded < -CERTAIN] for turn in self._turns]
-        early = [(turn[:4] > self._limits.mean).any() for turn in apart if len(turn) >= 4]
+        long = [turn for turn in apart if len(turn) >= 4] or [turn for turn in apart if len(turn)]
+        early = [(turn[:4] > self._limits.mean).any() for turn in long]
         return bool(early and np.mean(early) >= 0.75)
