@@ -120,3 +120,17 @@ def test_ids_of_another_setup_follow_the_prompt_that_they_were_sampled_after(
         tokenizer.decode(actual[len(turn) :])
         == f"\n<|im_start|>user\nand<|im_end|>\n<|im_start|>assistant\n{off if thinking else on}"
     )
+
+
+def test_reasoning_that_another_setup_opened_and_cut_short_is_closed() -> None:
+    """The prompt opened the reasoning, which the present setup does not know."""
+    written = "('<think>\\n' ~ m.reasoning_content ~ '\\n</think>\\n\\n' if m.reasoning_content else '')"
+    source = TOGGLED.replace("WRITTEN", written).replace("ON", r"'<think>\n'").replace("OFF", "''")
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    tokenizer = renderer.tokenizer
+    thinking, plain = (renderer.setup(template_kwargs={"thinking": value}) for value in (True, False))
+    prompt = renderer.render([QUESTION], thinking).ids
+    messages = [QUESTION, {"role": "assistant", "content": "", "reasoning_content": "hm"}, QUESTION]
+    sampled = {1: tokenizer.array(tokenizer.encode_plain("hm"))}
+    text = tokenizer.decode(renderer.render(messages, plain, sampled=sampled, prompts={1: prompt}).ids)
+    assert "assistant\n<think>\nhm\n</think>\n\n<|im_end|>" in text

@@ -13,10 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.chat.conftest import load_tokenizer
 from tests.gateway.scripted import ScriptedEngine, run_turn
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.chat._splice import History, StopMismatch
+from tokentape.chat._template import ChatTemplate
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway._events import TurnDone, TurnRequest
@@ -136,16 +138,22 @@ def test_a_message_that_the_client_wrote_gets_no_sampled_ids(renderer: Renderer,
     assert "thought" not in talk.text(subagent.added_ids)
 
 
-def test_a_branch_without_thinking_keeps_the_earlier_turn_s_prompt(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
+THINKING = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{{ '' if thinking else '<think>\\n\\n</think>\\n\\n' }}{% endif -%}"""
+
+
+def test_a_branch_with_thinking_keeps_the_earlier_turn_s_prompt(tmp_path: Path) -> None:
+    talk = Talk(Renderer(load_tokenizer("qwen3"), ChatTemplate(THINKING)), tmp_path, [SECOND_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
-    request = TurnRequest(
-        "s", (user("a"), first.reply, user("b")), (), {"enable_thinking": False}, SamplingParams(max_tokens=0)
-    )
-    done = asyncio.run(_turn(talk.turns, request))
-    assert (done.parent, done.fork) == (None, "new_setup")
+    messages = (user("a"), first.reply, user("b"))
+    second = asyncio.run(_turn(talk.turns, TurnRequest("s", messages, (), {"thinking": True}, SamplingParams(0))))
+    assert (second.parent, second.fork) == (None, "new_setup")
     context = [*first.added_ids.tolist(), *first.completion_ids.tolist()]
-    assert done.added_ids.tolist()[: len(context)] == context
+    assert "</think>" in talk.text(first.added_ids)
+    assert second.added_ids.tolist()[: len(context)] == context
+    assert talk.text(second.added_ids).endswith("<|im_start|>assistant\n")
 
 
 async def _turn(turns: Turns, request: TurnRequest) -> Turn:

@@ -162,3 +162,10 @@ def test_miles_has_its_own_field_for_supports() -> None:
     (row,) = trainer_rows("miles", [sample])
     assert row["rollout_sampling_mask"] == {"ids": [first, 90, between, last], "offsets": [0, 2, 3, 4]}
     assert "rollout_top_p_token_ids" not in row
+
+
+@pytest.mark.parametrize(("trainer", "name"), [("slime", "slime"), ("miles", "Miles")])
+def test_a_refusal_names_the_trainer(trainer: str, name: str) -> None:
+    sample = replace(two_branches()[0], logprobs_of=None)
+    with pytest.raises(InvalidRequest, match=f"^{name} computes"):
+        trainer_rows(trainer, [sample])

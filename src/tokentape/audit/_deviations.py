@@ -112,9 +112,9 @@ def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> F
     if grid.name and (distances > limits.delta).mean() <= limits.share and distances.mean() <= limits.mean:
         return ("rounding",), f"the recorded logprobs are rounded to {grid.name}, which explains the differences"
     broken = [turn for turn in turns if (turn.distance() > limits.delta).mean() > limits.share]
-    for by, whose in ((1, "the next"), (-1, "the previous")):
+    for by, neighbor in ((1, "next"), (-1, "previous")):
         if _shifted(broken, by, grid, limits):
-            return ("shift",), f"the recorded logprobs are shifted by one: each is that of {whose} token"
+            return ("shift",), f"the recorded logprobs are shifted by one: each is that of the {neighbor} token"
     return None
 
 

@@ -151,22 +151,15 @@ def comparable_settings(ours: Settings, theirs: Settings) -> tuple[dict[str, Any
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
     """Describe the settings that differ. `words` formats a name and its values in `ours` and `theirs`."""
     flat = ({f"{file} {key}": v for file, keys in side.items() for key, v in keys.items()} for side in (ours, theirs))
-    differences = [
-        words.format(
-            name,
-            *(
-                "not set or false" if name.endswith(_OFF_BY_DEFAULT) and value is None else _brief(value)
-                for value in pair
-            ),
-        )
-        for name, pair in unlike(*flat).items()
-    ]
+    differences = [words.format(name, *(_brief(name, value) for value in pair)) for name, pair in unlike(*flat).items()]
     more = len(differences) - _SHOWN
     return "; ".join([*differences[:_SHOWN], *([f"{more} more differ"] if more > 0 else [])])
 
 
-def _brief(value: Any) -> str:
-    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+def _brief(name: str, value: Any) -> str:
+    if value is None:
+        return "not set or false" if name.endswith(_OFF_BY_DEFAULT) else "not set"
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

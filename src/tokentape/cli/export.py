@@ -100,9 +100,8 @@ def export(
     refuse_output(output)
     if unnamed and output.suffix not in ("", ".jsonl", ".parquet"):
         raise InvalidRequest(f"{output} does not end with .jsonl or .parquet; rename it or pass --format", "output")
-    lines = file_format in ("jsonl", "atif")
-    if output.suffix == (".parquet" if lines else ".jsonl" if file_format == "parquet" else "."):
-        written = "JSON lines" if lines else "Parquet"
+    if (output.suffix, file_format) in ((".parquet", "jsonl"), (".parquet", "atif"), (".jsonl", "parquet")):
+        written = "Parquet" if file_format == "parquet" else "JSON lines"
         raise InvalidRequest(
             f"--format {file_format} writes {written}, so its name must not end with {output.suffix}: rename {output}, "
             "or pass a different format",

@@ -254,10 +254,10 @@ def annotate_tokens(
 ) -> Call[list[int]]:
     """Attach a number to each token. Return the turns that now have values. They replace values of the same name."""
     try:
-        given = np.asarray(values)
-        if given.dtype.kind in "cmMSU":
-            raise TypeError(f"values of type {given.dtype}")
-        numbers = np.asarray(given, "<f4")
+        array = np.asarray(values)
+        if array.dtype.kind in "cmMSU":
+            raise TypeError(f"values of type {array.dtype}")
+        numbers = np.asarray(array, "<f4")
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"expected one real number per token, found other values: {error}", "values") from None
     if numbers.ndim != 1:

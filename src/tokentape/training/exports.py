@@ -168,7 +168,8 @@ def slime_sample(
     `RolloutSamplingMask` as `sampling_mask`, its `rollout_sampling_mask`. Recorded experts become
     `rollout_routed_experts`; experts recorded from SGLang need `expert_layers`, the model's number of layers.
     """
-    _temperature([sample], "slime" if logprobs else None)
+    trainer = "slime" if sampling_mask is None else "miles"
+    _temperature([sample], trainer if logprobs else None)
     split = _split(sample)
     prompt, response, recorded, mask = _lists(sample, split)
     return {
