@@ -211,3 +211,23 @@ def test_edits_move_no_reply_to_a_message_of_the_client(seed: int, size: int) ->
     kept = set(expected.values())
     assert {n: turn for n, turn in actual.items() if turn in kept} == expected
     assert len(set(actual.values())) == len(actual)
+
+
+def test_the_next_reply_decides_between_equal_exchanges() -> None:
+    later = make_turn(2, 0, [user("b")], thought("B", "from the first"))
+    messages = [user("a"), assistant("A"), user("b"), thought("B", "from the first")]
+    assert session(*TWINS[:2], later).sampled_replies(messages) == {1: TWINS[0], 3: later}
+
+
+def test_an_equal_exchange_of_another_branch_is_found_if_the_newest_is_taken() -> None:
+    messages = [user("a"), thought("A", "two"), user("a"), assistant("A")]
+    assert session(*TWINS[:2]).sampled_replies(messages, parent=1) == {1: TWINS[1], 3: TWINS[0]}
+
+
+def test_a_call_is_found_by_its_id() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    turn = make_turn(0, None, [user("a")], reply)
+    assert session(turn).sampled_replies([user("edited"), reply]) == {1: turn}
+    renamed = {**reply, "tool_calls": [{**call, "id": "other"}]}
+    assert session(turn).sampled_replies([user("edited"), renamed]) == {}
