@@ -20,7 +20,9 @@ import pytest
 from tests.postgres import Server
 from tests.records import SETUP, bits, make_chain, make_turn
 from tests.store.conftest import Place, open_databases
+from tests.vocabularies import changed_tokenizer
 from tokentape._session.jsonl import json_line
+from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
 from tokentape.store import Store, open_record, verify
 from tokentape.store import _archive as archive
@@ -340,6 +342,21 @@ def test_archives_of_two_stores_can_be_combined(store: Store, tmp_path: Path) ->
         assert archived(other, target, delete=True).deleted == ["c"]
     with open_record(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b", "c"]
+
+
+def test_an_archive_with_ids_of_another_vocabulary_is_refused(store: Store, tmp_path: Path, model_dir: Path) -> None:
+    target = str(tmp_path / "archive")
+    run(store.bind(Tokenizer.load(model_dir)))
+    archived(store, target)
+    before = sorted(Path(target).rglob("*"))
+    with open_record(tmp_path / "other") as other:
+        run(other.bind(changed_tokenizer(model_dir)))
+        run(other.write(SessionInfo("c", 1.0), SETUP, make_turn("c", 0)))
+        with pytest.raises(InvalidRequest, match=r"has sessions of another tokenizer .* use another place"):
+            archived(other, target, delete=True)
+        assert names(other) == ["c"]
+    assert sorted(Path(target).rglob("*")) == before
+    assert archived(store, target, delete=True).deleted == ["a", "b"]
 
 
 def test_folder_with_other_files_is_refused(store: Store, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from tokentape.store._files import INSTALL, open_folder, write_file
 from tokentape.store._postgres import is_url
 from tokentape.store._reads import StoredSession
 from tokentape.store._rows import Record
-from tokentape.store._served_model import ServedModel
+from tokentape.store._served_model import ServedModel, stored_vocabulary
 from tokentape.store._snapshots import Selection, Snapshot, Snapshots
 from tokentape.store._sqlite import DATABASE_NAME, SqliteStore
 
@@ -153,8 +153,8 @@ def archive_sessions(
     interrupted, call it again. Don't run two calls with the same target at once: the second call releases the first
     call's snapshot as a leftover, and the first call raises `Conflict` and deletes nothing.
 
-    Raises `InvalidRequest` if the target can't be reached or is not an archive, and `StoreCorrupt` if the files don't
-    read back as the snapshot; nothing is deleted then.
+    Raises `InvalidRequest` if the target can't be reached, is not an archive or has ids of another vocabulary, and
+    `StoreCorrupt` if the files don't read back as the snapshot; nothing is deleted then.
     """
     folder = open_folder(target)
     marker, begun = _read_json(folder, MARKER), _names(folder)
@@ -164,9 +164,21 @@ def archive_sessions(
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
     finished, newest = _manifests(folder), None
+    with store.reading() as connection:
+        vocabulary = stored_vocabulary(connection)
+    others = {manifest.get("vocabulary") for manifest in finished.values()} - {None, vocabulary}
+    if vocabulary is not None and others:
+        raise InvalidRequest(
+            f"{shown_archive(target)} has sessions of another tokenizer ({others.pop()}); this record's has "
+            f"{vocabulary}. An archive keeps one vocabulary, so that its ids keep their meaning: use another place",
+            "to",
+        )
     for snapshot in Snapshots(store).all(None):
         if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
-            client.release(snapshot.snapshot_id)  # left over by an interrupted run
+            # It is left over from an interrupted run, whose sessions are still in the record.
+            client.release(snapshot.snapshot_id)
+            if _run_name(snapshot) in set(begun) - set(finished):
+                folder.rm(_run_name(snapshot), recursive=True)
         newest = snapshot.snapshot_id if _run_name(snapshot) in finished else newest
     try:
         snapshot_id = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
@@ -175,7 +187,7 @@ def archive_sessions(
     snapshot = Snapshots(store).find(snapshot_id, None)
     assert snapshot.digest is not None
     run = _below(folder, _run_name(snapshot))
-    _write_run(store, snapshot, run, model, progress)
+    _write_run(store, snapshot, run, model, vocabulary, progress)
     name, sessions = _run_name(snapshot), len((snapshot.contents or {})["sessions"])
     if not delete:
         client.release(snapshot_id)
@@ -190,7 +202,12 @@ def _run_name(snapshot: Snapshot) -> str:
 
 
 def _write_run(
-    store: Store, snapshot: Snapshot, run: DirFileSystem, model: ServedModel | None, progress: Callable[[str], None]
+    store: Store,
+    snapshot: Snapshot,
+    run: DirFileSystem,
+    model: ServedModel | None,
+    vocabulary: str | None,
+    progress: Callable[[str], None],
 ) -> None:
     with TemporaryDirectory(prefix="tokentape-archive-") as directory:
         session_ids = []
@@ -208,6 +225,7 @@ def _write_run(
             "archived_at": time.time(),
             "tokentape": __version__,
             "model": model and asdict(model),
+            "vocabulary": vocabulary,
         }
     progress("reading back")
     with TemporaryDirectory(prefix="tokentape-archive-") as directory:

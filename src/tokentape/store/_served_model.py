@@ -78,7 +78,7 @@ def bind_vocabulary(
     """
     meta, gateways = schema.meta, schema.gateways.c.gateway_id
     own = _described(tokenizer)
-    stored = connection.execute(select(meta.c.value).where(meta.c.key == _VOCABULARY)).scalar()
+    stored = stored_vocabulary(connection)
     used = connection.execute(select(exists().where(schema.setups.c.digest.is_not(None)))).scalar_one()
     recorded = _served_before(served, tokenizer) if stored is None and used and served is not None else stored
     if recorded not in (None, own):
@@ -94,6 +94,12 @@ def bind_vocabulary(
     if stored != own:
         connection.execute(meta.delete().where(meta.c.key == _VOCABULARY))
         connection.execute(meta.insert().values(key=_VOCABULARY, value=own))
+
+
+def stored_vocabulary(connection: Connection) -> str | None:
+    """Return the size and digest of the record's vocabulary, as text; None if the record is not bound to one."""
+    found: str | None = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == _VOCABULARY)).scalar()
+    return found
 
 
 def _described(tokenizer: Tokenizer) -> str:
