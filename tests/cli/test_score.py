@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import tokentape
 from tests.audit.planted import load, perturbed
 from tests.cli.conftest import Run
 from tests.test_client import talk
+from tests.vocabularies import changed_source, swap_words
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel, write_served_model
@@ -79,14 +82,28 @@ def test_a_running_gateways_record_is_scored_through_it(run: Run, gateway_url: s
         assert client.score("transformers", model=model_dir, column="own").had_it == 2
 
 
-def test_another_tokenizer_is_refused(run: Run, directory: Path, model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "other"
+def test_another_vocabulary_is_refused(run: Run, directory: Path, model_dir: Path, tmp_path: Path) -> None:
+    done = run("score", directory, "--model", with_tokenizer(model_dir, tmp_path / "other", swap_words))
+    assert (done.exit_code, "has another vocabulary than" in done.stderr) == (1, True)
+
+
+def test_a_tokenizer_with_the_same_vocabulary_is_accepted(
+    run: Run, directory: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    """Trainers write tokenizer.json again when they save a checkpoint."""
+
+    def lowercase(spec: dict[str, Any]) -> None:
+        spec["normalizer"] = {"type": "Lowercase"}
+
+    done = run("score", directory, "--model", with_tokenizer(model_dir, tmp_path / "other", lowercase))
+    assert done.exit_code == 0, done.output
+
+
+def with_tokenizer(model_dir: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy the model to `folder` with a changed tokenizer."""
     shutil.copytree(model_dir, folder)
-    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    spec["normalizer"] = {"type": "Lowercase"}
-    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
-    done = run("score", directory, "--model", folder)
-    assert (done.exit_code, "is not the one that" in done.stderr) == (1, True)
+    (folder / "tokenizer.json").write_bytes(changed_source(model_dir, change))
+    return folder
 
 
 @pytest.mark.parametrize("arguments", [("--engine", "vllm"), ("--engine-url", "http://127.0.0.1:1")])

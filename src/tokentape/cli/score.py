@@ -19,6 +19,7 @@ from tokentape.cli.source import RecordSource, open_tokenizer
 from tokentape.client import Client
 from tokentape.errors import InvalidRequest
 from tokentape.store._location import open_existing
+from tokentape.store._served_model import described, stored_vocabulary
 
 
 def score(
@@ -121,8 +122,12 @@ def _of_store(
         source = RecordSource(location, store)
         served = source.served_model()
         folder, tokenizer = open_tokenizer(model, source, option="--model")
-        if served is not None and served.tokenizer_sha256 != tokenizer.sha256:
-            reason = f"the tokenizer in {folder} is not the one that {source.name} was recorded with"
+        with store.reading() as connection:
+            vocabulary = stored_vocabulary(connection)
+        # Ids are scored, not text, so other merges, or the same file written again by a trainer, change nothing.
+        same = served is None or served.tokenizer_sha256 == tokenizer.sha256
+        if not (same if vocabulary is None else vocabulary == described(tokenizer)):
+            reason = f"the tokenizer in {folder} has another vocabulary than {source.name} was recorded with"
             raise InvalidRequest(f"{reason}; pass the folder of the recorded model with --model", "model")
         typer.echo(f"model: {folder}", err=True)
         sessions = recorded_sessions(store, options["column"], again=again)

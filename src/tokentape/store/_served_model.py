@@ -77,7 +77,7 @@ def bind_vocabulary(
     uses it. `served` tells the vocabulary of a record from a version that did not store it, if the folder still can.
     """
     meta, gateways = schema.meta, schema.gateways.c.gateway_id
-    own = _described(tokenizer)
+    own = described(tokenizer)
     stored = stored_vocabulary(connection)
     used = connection.execute(select(exists().where(schema.setups.c.digest.is_not(None)))).scalar_one()
     recorded = _served_before(served, tokenizer) if stored is None and used and served is not None else stored
@@ -102,19 +102,20 @@ def stored_vocabulary(connection: Connection) -> str | None:
     return found
 
 
-def _described(tokenizer: Tokenizer) -> str:
+def described(tokenizer: Tokenizer) -> str:
+    """Return the size and digest of a tokenizer's vocabulary, as `stored_vocabulary` does."""
     return f"{tokenizer.vocab_size} ids, digest {tokenizer.vocabulary_sha256[:16]}"
 
 
 def _served_before(served: ServedModel, tokenizer: Tokenizer) -> str | None:
     """Describe the vocabulary of the model that was served; None if that can't be found out any more."""
     if served.tokenizer_sha256 == tokenizer.sha256:
-        return _described(tokenizer)
+        return described(tokenizer)
     try:
         before = served_tokenizer(served)
     except TokenizerUnusable as error:
         before = str(error)
     if isinstance(before, Tokenizer):
-        return _described(before)
+        return described(before)
     _log.warning("it is not known whether this record has ids of the same tokenizer: %s", before)
     return None
