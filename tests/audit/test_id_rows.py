@@ -185,9 +185,15 @@ def test_a_leaf_is_part_of_the_name(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_rows_of_verl_have_prompt_mask_and_logprobs(tmp_path: Path, suffix: str) -> None:
-    verl = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [1, 0], "response_logprobs": [-1.0, 0.0]}
-    (row,) = iter_rows(write(tmp_path / f"a{suffix}", [verl]))
+@pytest.mark.parametrize(
+    "names",
+    [("prompt_ids", "response_mask", "response_logprobs"), ("prompt_token_ids", "loss_masks", "rollout_logprobs")],
+    ids=["verl", "skyrl"],
+)
+def test_rows_of_trainers_have_prompt_mask_and_logprobs(tmp_path: Path, suffix: str, names: tuple[str, ...]) -> None:
+    prompt, mask, logprobs = names
+    values = {prompt: [1], "response_ids": [2, 3], mask: [1, 0], logprobs: [-1.0, 0.0]}
+    (row,) = iter_rows(write(tmp_path / f"a{suffix}", [values]))
     assert (row.ids.tolist(), spans([row])) == ([1, 2, 3], [[(1, 2)]])
     assert row.logprobs is not None
     np.testing.assert_array_equal(row.logprobs, np.array([np.nan, -1, 0], np.float32))

@@ -25,13 +25,20 @@ from tokentape.types import Codes, Logprobs, Provenance, TokenIds, Trajectory
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
 """Usual names of columns of ids, in order of preference."""
-LOGPROB_COLUMNS = ("logprobs", "trainer_logprobs", "old_logprobs", "rollout_log_probs", "response_logprobs")
-MASK_COLUMNS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "mask")
+LOGPROB_COLUMNS = (
+    "logprobs",
+    "trainer_logprobs",
+    "old_logprobs",
+    "rollout_log_probs",
+    "response_logprobs",
+    "rollout_logprobs",
+)
+MASK_COLUMNS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "mask", "loss_masks")
 NAME_COLUMNS = ("session_id", "sample_id", "id", "uid")
 LEAF_COLUMN = "leaf"
 """With `session_id`, names a row `SESSION:LEAF`."""
-PROMPT_COLUMN, AFTER_PROMPT = "prompt_ids", ("completion_ids", "response_ids")
-"""The usual name of a column of prompt ids, and those of the ids after it."""
+PROMPT_COLUMNS, AFTER_PROMPT = ("prompt_ids", "prompt_token_ids"), ("completion_ids", "response_ids")
+"""The usual names of columns of prompt ids, and those of the ids after them."""
 
 _BATCH_ROWS = 64
 
@@ -205,14 +212,15 @@ def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
     def first(requested: str | None, usual: Sequence[str]) -> str | None:
         return requested or next((name for name in usual if name in names), None)
 
-    paired = [name for name in AFTER_PROMPT if name in names and PROMPT_COLUMN in names]
+    usual_prompt = first(None, PROMPT_COLUMNS)
+    paired = [name for name in AFTER_PROMPT if name in names and usual_prompt is not None]
     ids = first(columns.ids, paired or IDS_COLUMNS)
     if ids is None:
         raise InvalidRequest(
             f"{where}: no column of ids: expected one of {', '.join(IDS_COLUMNS)}, found {', '.join(names)}; pass its "
             "name as --ids-column"
         )
-    prompt = columns.prompt or (PROMPT_COLUMN if ids in paired else None)
+    prompt = columns.prompt or (usual_prompt if ids in paired else None)
     name = first(columns.name, NAME_COLUMNS)
     has_leaf = columns.name is None and name == NAME_COLUMNS[0]
     leaf = first(columns.leaf, (LEAF_COLUMN,) if has_leaf else ())
