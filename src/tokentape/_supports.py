@@ -74,7 +74,7 @@ def kept_ids(support: bytes) -> npt.NDArray[np.int32] | None:
 
 
 def too_many(support: bytes) -> int | None:
-    """Return the number of kept ids if they were too many to record; otherwise None."""
+    """Return how many ids truncation kept at a position, if they were too many to record; otherwise None."""
     return read_number(support, 1)[0] if support[:1] == _TOO_MANY else None
 
 

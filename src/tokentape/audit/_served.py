@@ -109,7 +109,7 @@ class FolderModel:
 async def serves_model(
     kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
 ) -> list[CheckResult]:
-    """Run all checks of a server against a model folder. The server must serve the name `expected`, if given."""
+    """Compare a server with a model folder in all ways. If `expected` is given, the server must list that name."""
     served = await served_as(kind, http)
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     if tokenizer.status == "ok":

@@ -85,7 +85,7 @@ class Task:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The answers that the replies must contain: a number, or for a greeting the user's name."""
+        """The text that each reply must contain: a number, or the user's name if the message is a greeting."""
         answers: list[str] = []
         value = 0
         for question in self.questions:

@@ -96,7 +96,9 @@ class FunctionEngine:
             if self._loop is None or self._loop is asyncio.get_running_loop():
                 return await call()
             if self._loop.is_closed():
-                raise EngineUnavailable("the event loop of the engine's function is closed; create the engine again")
+                raise EngineUnavailable(
+                    "the event loop in which the function runs is closed; create the FunctionEngine in an open one"
+                )
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
         except (TokentapeError, asyncio.CancelledError):
             raise
@@ -139,7 +141,7 @@ class FunctionEngine:
             raise EngineUnavailable("the engine is closed; create a new one")
 
     async def close(self) -> None:
-        """Refuse further calls. The engine that the function calls stays open, because it belongs to the trainer."""
+        """Refuse further calls. This does not stop the inference engine behind the function: the trainer owns it."""
         self._closed = True
 
 

@@ -144,7 +144,7 @@ class HttpClient:
         return received
 
     async def _send(self, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit) -> _HttpReply:
-        """Send a request and return the reply without its body. Raise an error for any status other than 200."""
+        """Send a request and return the reply before its body is read. Raise an error for any status other than 200."""
         if self._closed:
             raise EngineUnavailable("this engine was closed; open it again")
         content = headers if body is None else {**headers, "content-type": "application/json"}

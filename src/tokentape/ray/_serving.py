@@ -92,7 +92,7 @@ class GatewayReplica:
     def check_health(self) -> None:
         """Raise `StoreError` if nothing can be recorded any more, so that Serve replaces the replica."""
         if not self._store.healthy:
-            raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
+            raise StoreError("the store is closed or failed; restart this replica (its log has the cause)")
 
     def __del__(self) -> None:
         self._held.close()

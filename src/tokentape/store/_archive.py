@@ -365,7 +365,10 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
                         connection.execute(insert(table).prefix_with("OR IGNORE" if shared else ""), own)
         missing = sorted(expected - set(connection.execute(select(schema.sessions.c.session_id)).scalars()))
         if missing:
-            raise StoreCorrupt(f"manifests name {len(missing)} sessions that are in no file, such as {missing[0]!r}")
+            raise StoreCorrupt(
+                f"the archive is incomplete: {len(missing)} sessions of its manifests are in no file, such as "
+                f"{missing[0]!r}; restore it from a backup"
+            )
 
 
 def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:

@@ -74,7 +74,7 @@ class SessionHead:
             return
         part, turn, label = _place(record)
         if not isinstance(label, str) or not isinstance(turn, int | None):
-            raise ValueError("a label or turn number in a damaged row has a wrong type")
+            raise ValueError("the row is damaged: its label or turn number has the wrong type")
         digest = record.digest if isinstance(record, Turn) else _item_digest(record)
         self.parts.setdefault(part, []).append(HeadItem(turn, label, digest))
 

@@ -94,7 +94,10 @@ class Snapshots:
         return await self.snapshot(snapshot_ids[0], owner)
 
     async def snapshot(self, snapshot_id: int, owner: str | None) -> Snapshot:
-        """Return a snapshot with its digest. The first call reads the contents to compute it. Raises `Conflict`."""
+        """Return a snapshot with its digest. The first call reads all contents to compute the digest.
+
+        Raises `NotFound`, and `Conflict` if the snapshot is released or a session deleted meanwhile.
+        """
         snapshot = await asyncio.to_thread(self.find, snapshot_id, owner)
         if snapshot.digest is not None or snapshot.state == "released":
             return snapshot

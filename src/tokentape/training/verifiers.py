@@ -64,7 +64,7 @@ class AgentHarness:
             cards = (await client.get("/models", cast_to=dict[str, Any]))["data"]
             room = next((card.get("max_model_len") for card in cards if card["id"] == ctx.model), None)
             if room is None:
-                raise InvalidRequest(f"{ctx.client.base_url} has no max_model_len for {ctx.model!r}: use a vLLM server")
+                raise InvalidRequest(f"{ctx.client.base_url}: no max_model_len for {ctx.model!r}; use a vLLM server")
             gateway = await live_gateway(
                 model_dir,
                 _sample,

@@ -125,7 +125,7 @@ class TextCauses:
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
     def _by_library(self, text: str, b_ids: list[int]) -> Cause | None:
-        """Return the cause if both tokenizer.json are equal, but only one side encodes as `tokenizers` does."""
+        """Return the cause if both sides have the same tokenizer.json, and only one encodes as Hugging Face does."""
         a, b = self._a.facts, self._b.facts
         encoder = self._exchange(())
         plain = encoder([text])[0] if encoder is not None else None

@@ -407,7 +407,7 @@ def call_rule(
         return None
     if choice is not None and not forced:
         raise UnsupportedParameter(
-            "tool_choice with this value can't be enforced; send only the tools that may be called", "tool_choice"
+            "this tool_choice can't be enforced; omit it, and send only the tools that may be called", "tool_choice"
         )
     if "structural_tag" not in context.engine.sampling:
         raise UnsupportedParameter(
