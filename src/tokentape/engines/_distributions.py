@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tokentape.engines._base import BEFORE_GRAMMAR, OVER_SUPPORTS, UNKNOWN_MODE, SamplingParams
 from tokentape.types import TokenDistribution
 
@@ -31,12 +33,18 @@ def sampled_from(params: SamplingParams) -> TokenDistribution:
     TokenDistribution(penalties=False, temperature=0.6, truncation=False, grammar=False)
     """
     greedy = is_greedy(params)
-    return TokenDistribution(
-        penalties=penalises(params) or params.min_tokens > 0,
-        temperature=0.0 if greedy else params.temperature,
-        truncation=not greedy and truncates(params),
-        grammar=params.json_schema is not None or params.structural_tag is not None,
+    return _shared(
+        penalises(params) or params.min_tokens > 0,
+        0.0 if greedy else params.temperature,
+        not greedy and truncates(params),
+        params.json_schema is not None or params.structural_tag is not None,
     )
+
+
+@lru_cache(maxsize=256)
+def _shared(penalties: bool, temperature: float, truncation: bool, grammar: bool) -> TokenDistribution:
+    """Return one object for equal distributions, because gateways keep many turns in memory."""
+    return TokenDistribution(penalties, temperature, truncation, grammar)
 
 
 def mode_of(engine: str) -> str:
@@ -59,11 +67,11 @@ def logprobs_of(engine: str, params: SamplingParams, *, supports: bool = False) 
     grammar = distribution.grammar and BEFORE_GRAMMAR not in declared
     match "processed_logprobs" if supports and OVER_SUPPORTS in declared else mode_of(engine):
         case "raw_logprobs":
-            return TokenDistribution(False, 1.0, False, grammar)
+            return _shared(False, 1.0, False, grammar)
         case "penalised_logprobs":
-            return TokenDistribution(distribution.penalties, 1.0, False, grammar)
+            return _shared(distribution.penalties, 1.0, False, grammar)
         case "scaled_logprobs":
-            return TokenDistribution(distribution.penalties, temperature, False, grammar)
+            return _shared(distribution.penalties, temperature, False, grammar)
         case "processed_logprobs":
-            return TokenDistribution(distribution.penalties, temperature, distribution.truncation, distribution.grammar)
+            return _shared(distribution.penalties, temperature, distribution.truncation, distribution.grammar)
     return None

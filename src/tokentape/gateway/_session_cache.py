@@ -58,13 +58,13 @@ class OpenSession:
     """The prefixes of the latest request bodies, newest last, to compare later requests with."""
     bridges: dict[int, frozenset[str]] = field(default_factory=dict)
     """For each turn, the kinds of bridges on its branch that were drawn for checks."""
-    delivered: set[str] = field(default_factory=set)
-    """Ids of the replies in `answers` that a client has received."""
+    undelivered: set[str] = field(default_factory=set)
+    """Ids of the replies in `answers` that no client has received completely."""
     sending: list[str] = field(default_factory=list)
     """Ids of the replies that are being sent, one per request."""
     unmarked: set[int] = field(default_factory=set)
     """Turns with a changed unread mark that is not recorded yet."""
-    answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
+    answers: dict[str, RecordedReply] = field(default_factory=dict)
     """The newest replies by id, kept for retries."""
 
     @property
@@ -72,9 +72,13 @@ class OpenSession:
         return self.session.info.session_id
 
     def remember(self, answer: RecordedReply) -> None:
+        if answer.reply_id not in self.answers:
+            self.undelivered.add(answer.reply_id)
         self.answers[answer.reply_id] = answer
         if len(self.answers) > _KEPT_ANSWERS:
-            self.delivered.discard(self.answers.popitem(last=False)[0])
+            oldest = next(iter(self.answers))
+            del self.answers[oldest]
+            self.undelivered.discard(oldest)
 
     def remember_recorded(self, answers: Iterable[RecordedReply], *, known_since: float) -> None:
         """Keep replies loaded from the record, and note which of them a client has received.
@@ -86,7 +90,7 @@ class OpenSession:
             self.remember(answer)
             was_read = answer.created_at >= known_since or any(map(self.session.is_continued, answer.turns))
             if was_read and self.session.unread.isdisjoint(answer.turns):
-                self.delivered.add(answer.reply_id)
+                self.undelivered.discard(answer.reply_id)
 
     def check_turns(self, new_turns: int, most: int) -> None:
         """Raise `LimitReached` if `new_turns` would exceed the limit `most`, counting turns in flight.

@@ -94,7 +94,7 @@ class UnreadMarks:
         if line.reply_id in opened.sending:
             opened.sending.remove(line.reply_id)
         if complete:
-            opened.delivered.add(line.reply_id)
+            opened.undelivered.discard(line.reply_id)
             answer = opened.answers.get(line.reply_id)
             if answer is not None and line.replayed and self._store.shared:
                 # Another gateway may have marked the turns since they were loaded here.
@@ -105,7 +105,7 @@ class UnreadMarks:
         """Record whether a reply's turns are unread, if this has changed and the turns are recorded."""
         if reply_id is None:
             return
-        answer, unread = opened.answers.get(reply_id), reply_id not in opened.delivered
+        answer, unread = opened.answers.get(reply_id), reply_id in opened.undelivered
         marked = opened.session.unread
         turns = () if answer is None else tuple(seq for seq in answer.turns if (seq in marked) != unread)
         marked.symmetric_difference_update(turns)
