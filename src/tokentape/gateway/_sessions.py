@@ -148,7 +148,9 @@ def routes(gateway: Gateway) -> list[Route]:
         ApiRoute("GET", "/sessions", show_all, "List sessions", query=page),
         ApiRoute("GET", SESSION, show, "A session's tree of turns, its leaves and rewards"),
         ApiRoute("GET", SESSION + "/media/{sha256}", show_media, media, media=(*MIME_TYPES, JSON)),
-        ApiRoute("DELETE", SESSION, delete, "Delete a session and its record", status=204, media=()),
+        ApiRoute(
+            "DELETE", SESSION, delete, "Delete a session and its record", status=204, media=(), query={"force": flag}
+        ),
         ApiRoute("GET", SESSION + "/trajectories", show_trajectories, "A session's trajectories", **rows),
     ]
 
