@@ -56,7 +56,7 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequest(f"the body is not valid JSON: {_why_refused(body, error)}") from None
 
 
-def _why_refused(body: bytes, error: ValueError) -> str:
+def _why_refused(body: bytes, error: Exception) -> str:
     """Return why `body` can't be decoded, and what to send instead if that is known."""
     if body.startswith(codecs.BOM_UTF8):
         return "it begins with a byte order mark: send it without"
