@@ -26,7 +26,7 @@ MIME_TYPES = (*_KINDS.values(), "image/webp")
 
 
 def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, str]:
-    """Return the message part for an image in a data URL. `where` is its path in the body, for errors, also later ones.
+    """Return the message part for an image in a data URL. `where` is its path in the body, for errors.
 
     Raises `UnsupportedParameter` for any other URL and for a `detail` that would change the image.
     """
