@@ -133,7 +133,7 @@ def http() -> Iterator[str]:
     yield "A running gateway serves the whole description, with the fields of bodies, at `/openapi.json`. Paths that"
     yield "are marked with a star exist below `/sessions/{session_id}` too, where an agent's base URL points."
     yield 'Errors have the form `{"error": {type, message, code, param}}` ([codes](errors.md)). Unknown fields of a'
-    yield "body are refused."
+    yield "body are refused, and so are unknown and repeated query parameters of `/sessions` and `/snapshots`."
     yield ""
     # The routes only refer to what they serve.
     turns = MagicMock()

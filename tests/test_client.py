@@ -94,6 +94,22 @@ def test_resuming_a_session_is_not_a_failed_request(gateway_url: str) -> None:
     assert other.status_code == 409
 
 
+def test_session_with_metadata_is_resumed_by_its_id(client: tokentape.Client) -> None:
+    client.session("mine", metadata={"task": 1})
+    talk(client.session("mine").base_url)
+    assert client.existing_session("mine").trajectories()[0].metadata == {"task": 1}
+
+
+def test_session_of_another_key_is_a_conflict(renderer: Renderer, tmp_path: Path) -> None:
+    keys = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob")}
+    turns = Turns(ScriptedEngine(renderer, []), renderer, SqliteStore.open(tmp_path))
+    with running(create_app(turns, model_id="tiny", keys=Keys(keys))) as url:
+        with tokentape.Client(url, api_key=keys["alice"]) as alice:
+            alice.session("mine")
+        with tokentape.Client(url, api_key=keys["bob"]) as bob, pytest.raises(Conflict, match="mine"):
+            bob.session("mine")
+
+
 def test_unknown_session_is_an_error_and_is_not_created(client: tokentape.Client) -> None:
     talk(client.session("known").base_url)
     assert len(client.existing_session("known").trajectories()) == 1

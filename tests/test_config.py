@@ -95,6 +95,24 @@ def test_unknown_names_are_reported_with_the_nearest_one(file: Path) -> None:
     assert "'zzzz'," in text
 
 
+def test_table_with_a_single_value_is_shown_with_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "tokentape.toml"
+    file.write_text('engine = "vllm"\n', encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=r"'engine' \(it is a table; its settings: engine\.kind, engine\.urls, "):
+        resolve({}, {}, file)
+
+
+def test_path_may_come_as_a_path(tmp_path: Path) -> None:
+    assert resolve({"data": tmp_path}, {}).config.data == tmp_path
+
+
+def test_path_that_is_no_text_is_refused_in_the_files_words(tmp_path: Path) -> None:
+    file = tmp_path / "tokentape.toml"
+    file.write_text("data = 5\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="data: expected `str`, got `int`"):
+        resolve({}, {}, file)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -85,9 +85,14 @@ class Setting:
             most = sys.float_info.max if most is None and self.kind is float else most
             annotation = Annotated[self.kind, msgspec.Meta(ge=least, le=most)]
         try:
-            return msgspec.convert(value, annotation, strict=strict, dec_hook=lambda kind, raw: kind(raw))
+            return msgspec.convert(value, annotation, strict=strict, dec_hook=_from_text)
         except (msgspec.ValidationError, TypeError) as error:
             raise InvalidRequest(f"{where}: {str(error)[:1].lower()}{str(error)[1:]}", where) from None
+
+
+def _from_text(kind: type[Any], raw: Any) -> Any:
+    """Convert `raw` to a type that msgspec does not know, such as Path, which files and variables write as text."""
+    return raw if isinstance(raw, kind) else kind(msgspec.convert(raw, str))
 
 
 def env_name(name: str) -> str:

@@ -337,6 +337,8 @@ def _flatten(table: Mapping[str, Any], prefix: str, values: dict[str, Any], unkn
 
 
 def _with_nearest(name: str) -> str:
+    if inside := [setting for setting in settings() if setting.startswith(f"{name}.")]:
+        return f"{name!r} (it is a table; its settings: {', '.join(inside)})"
     near = difflib.get_close_matches(name, settings(), 1) or [
         setting for setting in settings() if setting.rpartition(".")[2] == name.rpartition(".")[2]
     ]

@@ -271,6 +271,18 @@ def test_tokens_of_different_weights_are_separate_deltas(server: FakeServer) -> 
     assert [(delta.token_ids, delta.weight_version) for delta in deltas[:2]] == [((11,), "v1"), ((11,), "v2")]
 
 
+def test_default_version_of_a_server_is_no_name(server: FakeServer) -> None:
+    spans = [{"version": "default", "start": 0, "end": 3}]
+
+    def unnamed(sent: list[Any]) -> None:
+        for event in sent:
+            event["meta_info"]["weight_version"] = "default"
+        sent[-1]["meta_info"]["weight_versions"] = spans
+
+    deltas = sample(server, answer=tampered(unnamed))
+    assert [(delta.weight_version, delta.weight_spans) for delta in deltas] == [(None, ())] * len(deltas)
+
+
 def test_adapter_is_named_with_its_version_instead_of_the_server_s(server: FakeServer) -> None:
     with pytest.raises(UnsupportedParameter, match="adapter"):
         sample(server, replace(PARAMS, adapter="policy"))

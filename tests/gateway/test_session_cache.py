@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tokentape.errors import Conflict
 from tokentape.gateway._limits import Limits
-from tokentape.gateway._session_cache import SessionCache
+from tokentape.gateway._session_cache import OpenSession, SessionCache
 from tokentape.store import SqliteStore
 from tokentape.store._snapshots import Snapshots
 
@@ -41,4 +42,29 @@ def test_session_dropped_during_a_call_is_not_recreated(tmp_path: Path, monkeypa
         return (await first).stored
 
     assert asyncio.run(both())
+    store.close()
+
+
+def test_session_that_a_first_turn_begins_during_its_creation_is_a_conflict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two sessions of one id are in memory, and the turn can't be recorded."""
+    store = SqliteStore.open(tmp_path)
+    cache = SessionCache(store, Limits())
+    find = cache.find
+
+    async def both() -> None:
+        async def found_too_early(session_id: str, owner: str | None) -> OpenSession | None:
+            missing = await find(session_id, owner)
+            monkeypatch.setattr(cache, "find", find)
+            begun.append(await cache.find_or_begin("s", ""))
+            return missing
+
+        begun: list[OpenSession] = []
+        monkeypatch.setattr(cache, "find", found_too_early)
+        with pytest.raises(Conflict, match="already exists"):
+            await cache.create("s", {}, "")
+        assert cache.in_memory("s") is begun[0]
+
+    asyncio.run(both())
     store.close()

@@ -50,6 +50,23 @@ def two_branches(http: httpx2.Client) -> None:
     take_turn(http, "s", [{"role": "user", "content": "something else"}])
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/sessions/s/trajectories?verdicts=forked", "there is no parameter 'verdicts'; expected leaf, verdict, "),
+        ("/sessions/s/trajectories?verdict=exact&verdict=closed", "verdict is in the URL twice; send it once"),
+        ("/snapshots/1/trajectories?verdict=exact", "there is no parameter 'verdict'; expected format"),
+        ("/sessions?page=2", "there is no parameter 'page'; expected limit, after"),
+    ],
+)
+def test_query_parameter_that_would_be_ignored_is_refused(http: httpx2.Client, path: str, says: str) -> None:
+    take_turn(http, "s", [USER])
+    assert http.post("/snapshots").status_code == 201
+    answer = http.get(path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(says)
+
+
 def test_created_session_has_a_random_id_of_128_bits(http: httpx2.Client) -> None:
     answers = [http.post("/sessions") for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]

@@ -273,7 +273,7 @@ def test_image_numbers_continue_if_the_template_numbers_images(serve: Serve, dat
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "invalid base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "base64"),
         ({"type": "image_url", "image_url": {"url": data_url(b"<svg/>", "svg+xml")}}, "unknown format"),
-        ({"type": "image_url", "image_url": {"url": data_url(A[:60])}}, "can't be read"),
+        ({"type": "image_url", "image_url": {"url": data_url(A[:60])}}, "damaged or incomplete"),
         ({"type": "image_url", "image_url": {"url": data_url(picture(1, 4000, 2))}}, "can't be processed"),
         ({"type": "image_url", "image_url": {"url": data_url(A), "detail": "low"}}, "detail"),
         ({"type": "image", "sha256": sha256(A), "tokens": 8, "settings": "x"}, "text or an image"),
@@ -284,6 +284,15 @@ def test_invalid_image_is_refused(serve: Serve, data: Path, part: Any, words: st
     with serve(data) as url, pytest.raises(openai.BadRequestError, match=words) as refused:
         say(session_client(url), [{"role": "user", "content": [part]}])
     assert refused.value.param == "messages"
+
+
+def test_error_about_an_image_names_its_part(serve: Serve, data: Path) -> None:
+    images = [{"type": "input_image", "image_url": data_url(image)} for image in (A, A[:60])]
+    body = {"input": [{"role": "user", "content": "see"}, {"role": "user", "content": images}]}
+    with serve(data) as url:
+        error = httpx2.post(f"{url}/v1/responses", json=body).json()["error"]
+    assert error["message"].startswith("input[1].content[1]: the image is damaged or incomplete")
+    assert error["param"] == "input"
 
 
 def test_text_model_refuses_images(gateway_url: str) -> None:

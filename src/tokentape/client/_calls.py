@@ -179,16 +179,13 @@ def create_session(session_id: str | None, **options: Mapping[str, Any] | None) 
     body: dict[str, Any] = {"session_id": name, **set_options}
     # After a lost response, a session with this id and these options is the one that the request created.
     again = msgspec.json.encode({**body, "exist_ok": True})
-    named_only = session_id is not None and not set_options
 
     def settle(error: TokentapeError, repeated: bool) -> str:
-        if isinstance(error, Conflict) and named_only:
-            return name
         if isinstance(error, Conflict) and repeated:
             raise Conflict(f"session {name!r} already exists with other metadata; use another id or none")
         raise error
 
-    first = again if named_only else msgspec.json.encode(body)
+    first = again if session_id is not None and not set_options else msgspec.json.encode(body)
     return Call("POST", "/sessions", reader(str, "session_id"), first, repeated_body=again, settle=settle)
 
 

@@ -113,7 +113,7 @@ class QwenImageProcessor:
         try:
             processed = self._processor(images=opened, return_tensors="np")
         except ValueError as error:  # for example, an image that is too narrow
-            raise InvalidRequest(f"an image can't be processed: {error}", "messages") from None
+            raise InvalidRequest(f"the image can't be processed: {error}", "messages") from None
         return {
             "pixel_values": np.asarray(processed["pixel_values"], np.float32),
             "image_grid_thw": np.asarray(processed["image_grid_thw"], np.int64),
@@ -151,14 +151,19 @@ def _opened(data: bytes) -> Any:
     """Open an image like transformers: rotated according to its EXIF data, without transparency."""
     from PIL import Image, ImageOps
 
+    many = f"more than {MAX_PIXELS}"
     try:
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
             width, height = image.size
             if width * height <= MAX_PIXELS:
                 return ImageOps.exif_transpose(image).convert("RGB")
+            many = f"{width} x {height}"
+    except Image.DecompressionBombError:
+        pass
     except Exception as error:  # decoders raise many types of errors for corrupt files
-        raise InvalidRequest(f"an image can't be read ({type(error).__name__})", "messages") from None
-    raise InvalidRequest(f"an image has {width} x {height} pixels; expected at most {MAX_PIXELS}", "messages")
+        reason = f"the image is damaged or incomplete ({type(error).__name__}); send the whole file"
+        raise InvalidRequest(reason, "messages") from None
+    raise InvalidRequest(f"the image has {many} pixels; expected at most {MAX_PIXELS}, so resize it", "messages")
 
 
 def _read(path: Path) -> dict[str, Any]:

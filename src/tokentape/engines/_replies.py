@@ -44,6 +44,9 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 DONE = b"[DONE]"
 """The last event of a stream."""
 
+UNNAMED_WEIGHTS = "default"
+"""The weight version that vLLM and SGLang report if none was set."""
+
 ROUNDING = 1e-3
 """A log-probability may exceed 0 by this much because of rounding. Logits exceed it by far."""
 
@@ -334,6 +337,18 @@ class ReceivedTokens:
                 f"the engine's weight_versions do not cover the {self.tokens} tokens that it sampled"
             )
         return spans
+
+    def named(self, version: str | None) -> str | None:
+        """Return the version that a server reports, or None if it is unnamed or the call has an adapter.
+
+        Servers report the model's version, not the adapter's.
+        """
+        return None if version == UNNAMED_WEIGHTS or self.params.adapter is not None else version
+
+    def named_spans(self, reported: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
+        """Return the spans that a server reports like `spans`; none if no version is `named`."""
+        spans = self.spans(reported)
+        return spans if any(self.named(span.version) for span in spans) else ()
 
     def check_counts(self, prompt_tokens: int, sent_tokens: int, completion_tokens: int) -> None:
         """Raise unless the server's counts agree with the number of ids sent and the number received."""

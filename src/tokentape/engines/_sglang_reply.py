@@ -83,12 +83,12 @@ class SglangReply(EngineReply):
             return delta
         reason = finish_reason_of(ended.type)
         matched = None if isinstance(ended.matched, list) else ended.matched
-        spans = [span for span in meta.weight_versions if span.end > span.start and self.params.adapter is None]
+        spans = [span for span in meta.weight_versions if span.end > span.start]
         return replace(
             delta,
             finish_reason=reason,
             stop=self.stop(reason, matched),
-            weight_spans=self.spans(spans) if spans else (),
+            weight_spans=self.named_spans(spans) if spans else (),
             payloads=self._payloads(meta, reason),
             cached_tokens=meta.cached_tokens,
         )
@@ -126,8 +126,7 @@ class SglangReply(EngineReply):
         self._ids += reported
         if meta.finish_reason is not None and (meta.finish_reason.type != "abort" or meta.prompt_tokens is not None):
             self.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)
-        # The server reports the model's version, not the adapter's.
-        return replace(delta, weight_version=meta.weight_version if self.params.adapter is None else None)
+        return replace(delta, weight_version=self.named(meta.weight_version))
 
     def _begin(self, ids: list[int], meta: _SglangMeta) -> int:
         """Return the index of the first new id of this event.

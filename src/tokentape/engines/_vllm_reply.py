@@ -28,9 +28,6 @@ from tokentape.engines._replies import (
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
-UNNAMED_WEIGHTS = "default"
-"""The weight version that vLLM reports if none was set."""
-
 _ID_PREFIX = "token_id:"
 """With `return_tokens_as_token_ids`, tokens are reported as this prefix and their id instead of their text."""
 
@@ -206,13 +203,10 @@ class VllmReply(EngineReply):
         return self.delta(ids, logprobs, tops, choice.sampling_mask or ())
 
     def _spans(self, reported: list[WeightSpan] | None) -> tuple[WeightSpan, ...]:
-        """Return the weight version spans; none if the server's weights have no version, and none with an adapter."""
         if reported is None:
             return ()
         self.offers.add("weight_versions")
-        spans = self.spans(reported)
-        named = self.params.adapter is None and {span.version for span in spans} != {UNNAMED_WEIGHTS}
-        return spans if named else ()
+        return self.named_spans(reported)
 
     def _payloads(self, encoded: str | None, reason: FinishReason) -> tuple[Payload, ...]:
         if encoded is not None:

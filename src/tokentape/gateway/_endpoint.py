@@ -166,7 +166,11 @@ class Endpoint:
         session_id = address(request, caller)
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
         body = RequestBody(data, turns.sessions.prefixes(session_id or "", caller.owner) if lazy else ())
-        parsed = parse_json(body.unread)
+        try:
+            parsed = parse_json(body.unread)
+        except InvalidRequest:
+            parse_json(data)  # names the position in the whole body
+            raise
         before = body.prefix.span.count if body.prefix else 0
         count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.

@@ -33,6 +33,8 @@ _decoder = msgspec.json.Decoder()
 _SEARCHED = 1 << 20
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NO_NUMBER = re.compile(rb"-?\b(?:NaN|Infinity)\b")
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
+"""An escape in a string. The group is half of a surrogate pair without the other half."""
 
 
 class ClientLeft(Exception):
@@ -51,18 +53,24 @@ def parse_json(body: bytes) -> Any:
     except RecursionError:
         raise InvalidRequest("the body's JSON is nested too deeply; flatten it") from None
     except ValueError as error:
-        # The text of a UnicodeDecodeError quotes the body.
-        reason = str(error) if isinstance(error, msgspec.MsgspecError) else "it is not UTF-8"
-        raise InvalidRequest(f"the body is not valid JSON: {reason}{_not_json(body)}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {_why_refused(body, error)}") from None
 
 
-def _not_json(body: bytes) -> str:
-    """Return the end of an error that names what JSON lacks: a byte order mark, NaN or infinity; else nothing."""
+def _why_refused(body: bytes, error: Exception) -> str:
+    """Return why `body` can't be decoded, and what to send instead if that is known."""
     if body.startswith(codecs.BOM_UTF8):
-        return "; it begins with a byte order mark: send it without"
+        return "it begins with a byte order mark: send it without"
+    if not isinstance(error, msgspec.MsgspecError):
+        return "it is not UTF-8"  # the text of a UnicodeDecodeError quotes the body
     # Strings may contain these words too, so leave strings out.
-    found = _NO_NUMBER.search(_STRING.sub(b"", body[:_SEARCHED]))
-    return f"; JSON has no {found[0].decode()}: send a number or null" if found else ""
+    if found := _NO_NUMBER.search(_STRING.sub(b"", body[:_SEARCHED])):
+        return f"JSON has no {found[0].decode()}: send a number or null"
+    # For half of a pair near the end of the body, msgspec says that the body was truncated.
+    if any(escape[1] for escape in _ESCAPE.finditer(body[:_SEARCHED])):
+        return "a string contains half of a surrogate pair: cut texts between whole characters"
+    if isinstance(error, msgspec.ValidationError):
+        return "a number is too large for a double: send a smaller one"
+    return str(error).removeprefix("JSON is malformed: ")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

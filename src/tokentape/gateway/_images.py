@@ -37,7 +37,7 @@ def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, 
         )
     if detail not in (None, "auto", "high", "original"):
         raise UnsupportedParameter(f"{where} has an unsupported detail: images are not resized; send auto", param)
-    return {"type": IMAGE, "url": url}
+    return {"type": IMAGE, "url": url, "where": where}
 
 
 def append_content(content: Any, addition: Any) -> Any:
@@ -70,15 +70,17 @@ def receive(
     def received(part: Any) -> Any:
         if not image_parts([{"content": [part]}]):
             return part
-        if "url" in part:
-            media = read_data_url(part["url"])
-            new_images[media.sha256] = media
-        elif part["settings"] == images.settings.sha256:
+        if "url" not in part and part["settings"] == images.settings.sha256:
             return part
-        else:
-            media = load(part["sha256"])
+        try:
+            media = read_data_url(part["url"]) if "url" in part else load(part["sha256"])
+            tokens = images.tokens(media)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{part.get('where', 'a recorded image')}: {error}", "messages") from error
+        if "url" in part:
+            new_images[media.sha256] = media
         settings = images.settings.sha256
-        return {"type": IMAGE, "sha256": media.sha256, "tokens": images.tokens(media), "settings": settings}
+        return {"type": IMAGE, "sha256": media.sha256, "tokens": tokens, "settings": settings}
 
     out = tuple(
         {**message, "content": [received(part) for part in message["content"]]} if image_parts([message]) else message
@@ -94,17 +96,17 @@ def read_data_url(url: str) -> Media:
     """
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise InvalidRequest("an image's data URL has no `;base64,`; send the bytes in base64", "messages")
+        raise InvalidRequest("the data URL has no `;base64,`; send the bytes in base64", "messages")
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequest(
-            "an image's data URL has invalid base64; send the image's bytes in base64", "messages"
+            "the data URL has invalid base64; send the image's bytes in base64, without line breaks", "messages"
         ) from None
     webp = "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
     mime = next((kind for start, kind in _KINDS.items() if data.startswith(start)), webp)
     if mime is None:
-        raise InvalidRequest("an image has an unknown format; expected PNG, JPEG, WebP or GIF", "messages")
+        raise InvalidRequest("the image has an unknown format; expected PNG, JPEG, WebP or GIF", "messages")
     return Media(hashlib.sha256(data).hexdigest(), mime, data)
 
 

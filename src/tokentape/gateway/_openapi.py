@@ -6,8 +6,8 @@ type; see the documentation of those APIs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tokentape._version import __version__
+from tokentape.errors import InvalidRequest
 from tokentape.gateway._http import encode_json
 from tokentape.gateway._keys import KEY_HEADER
 
@@ -57,7 +58,8 @@ class ApiRoute(Route):
 
     `body` is the Struct that decodes the request body, `more_fields` are accepted fields that the Struct lacks. `media`
     lists the reply's media types, `query` maps query parameters to schemas, `headers` lists header parameters. With
-    `binary_body` the body may also be bytes.
+    `binary_body` the body may also be bytes. If there is a `query`, other and repeated parameters are refused, because
+    a misspelled filter would return everything; except with `any_query`.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class ApiRoute(Route):
         status: int = 200,
         media: Sequence[str] = (JSON,),
         query: Mapping[str, Any] | None = None,
+        any_query: bool = False,
         headers: Sequence[str] = (),
     ) -> None:
-        super().__init__(path, endpoint, methods=[method])
+        super().__init__(path, endpoint if any_query or not query else _checked(endpoint, query), methods=[method])
         self.method, self.summary, self.status, self.media = method.lower(), summary, status, media
         self.body, self.body_required, self.binary_body = body, body_required, binary_body
         self.more_fields = more_fields
@@ -88,6 +91,23 @@ class ApiRoute(Route):
             for name, schema in parameters.items()
             if place != "path" or f"{{{name}}}" in self.path_format
         ]
+
+
+def _checked(endpoint: Callable[..., Any], allowed: Collection[str]) -> Callable[..., Any]:
+    """Return `endpoint`, raising `InvalidRequest` for query parameters that are not `allowed` or are repeated."""
+
+    @wraps(endpoint)
+    async def checked(request: Request) -> Response:
+        names = [name for name, _ in request.query_params.multi_items()]
+        for name in names:
+            if name not in allowed:
+                raise InvalidRequest(f"there is no parameter {name[:64]!r}; expected {', '.join(allowed)}", name[:64])
+            if names.count(name) > 1:
+                raise InvalidRequest(f"{name} is in the URL twice; send it once", name)
+        response: Response = await endpoint(request)
+        return response
+
+    return checked
 
 
 def also_below_sessions(method: str, path: str, endpoint: Callable[..., Any], summary: str, **more: Any) -> list[Route]:

@@ -233,7 +233,8 @@ class SessionCache:
         exists = True
         with suppress(NotFound):
             exists = await self.find(session_id, owner) is not None
-        if exists:
+        # Meanwhile a first turn may have begun the session; don't await between here and `_begin`.
+        if exists or session_id in self._open:
             raise Conflict(f"session {session_id!r} already exists; use a different id, or omit it to get a new one")
         info = SessionInfo(session_id, time.time(), metadata, owner)
         # Add it in memory first, and locked, so that a concurrent turn does not store the session too.

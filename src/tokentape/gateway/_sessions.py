@@ -23,7 +23,7 @@ from tokentape._session.flatten import trained_turns
 from tokentape._session.jsonl import trajectory_to_json
 from tokentape._session.tree import UNREAD, Session, unread_turns
 from tokentape._session.verdict import check_verdicts, wanted_verdict
-from tokentape.errors import Forbidden, InvalidRequest, LimitReached, NotFound
+from tokentape.errors import Conflict, Forbidden, InvalidRequest, LimitReached, NotFound
 from tokentape.gateway._access import request_log
 from tokentape.gateway._endpoint import Gateway, address
 from tokentape.gateway._http import check_depth, json_response, read_body
@@ -53,7 +53,8 @@ class NewSession(Struct, forbid_unknown_fields=True):
     default: dict[str, Any] | None = None
     """Sampling parameters for calls that don't set them."""
     exist_ok: bool = False
-    """If the caller already has a session with this id and metadata, return it instead of a conflict."""
+    """If the caller already has a session with this id, return it instead of a conflict, unless `metadata`, `pin` or
+    `default` are given and differ."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -76,13 +77,24 @@ def routes(gateway: Gateway) -> list[Route]:
             metadata = {**metadata, METADATA: {"pin": body.pin or {}, "default": body.default or {}}}
         if caller.session_id is not None:
             raise Forbidden("a session key can't create sessions; use an API key")
-        info = None
-        if body.exist_ok:
+        any_metadata = (body.metadata, body.pin, body.default) == (None, None, None)
+
+        async def existing() -> SessionInfo | None:
             with suppress(NotFound):
-                info = (await turns.session(session_id, caller.owner)).info
-        status = 201 if info is None or info.metadata != metadata else 200
-        if info is None or status == 201:
-            info = await turns.create_session(session_id, metadata, caller.owner)
+                found = (await turns.session(session_id, caller.owner)).info
+                return found if any_metadata or found.metadata == metadata else None
+            return None
+
+        info = await existing() if body.exist_ok else None
+        status = 201 if info is None else 200
+        if info is None:
+            try:
+                info = await turns.create_session(session_id, metadata, caller.owner)
+            except Conflict:
+                # Another call may have created it just now.
+                info, status = await existing() if body.exist_ok else None, 200
+                if info is None:
+                    raise
         request_log(request).session_id = session_id
         key = gateway.keys.session_key(caller.owner, session_id)
         return json_response({**_info(info), "api_key": key}, status, {"Location": f"/sessions/{session_id}"})
@@ -148,7 +160,9 @@ def routes(gateway: Gateway) -> list[Route]:
         ApiRoute("GET", "/sessions", show_all, "List sessions", query=page),
         ApiRoute("GET", SESSION, show, "A session's tree of turns, its leaves and rewards"),
         ApiRoute("GET", SESSION + "/media/{sha256}", show_media, media, media=(*MIME_TYPES, JSON)),
-        ApiRoute("DELETE", SESSION, delete, "Delete a session and its record", status=204, media=()),
+        ApiRoute(
+            "DELETE", SESSION, delete, "Delete a session and its record", status=204, media=(), query={"force": flag}
+        ),
         ApiRoute("GET", SESSION + "/trajectories", show_trajectories, "A session's trajectories", **rows),
     ]
 

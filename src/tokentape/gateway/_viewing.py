@@ -61,7 +61,11 @@ def routes(gateway: Gateway) -> list[Route]:
     reader = RecordReader(turns.renderer.tokenizer, turns.renderer)
     source = StoreSource(turns.store, gateway.model_id)
     viewer = Viewer(source, reader, visit, lambda: _values(turns.telemetry.metrics))
-    return [ApiRoute("GET", route.path, route.endpoint, **_DESCRIBED[route.path]) for route in viewer_routes(viewer)]
+    # A link to the page may have parameters of an older release.
+    return [
+        ApiRoute("GET", route.path, route.endpoint, any_query=True, **_DESCRIBED[route.path])
+        for route in viewer_routes(viewer)
+    ]
 
 
 def _values(metrics: Metrics) -> dict[str, Any]:

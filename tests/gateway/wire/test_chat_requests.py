@@ -274,11 +274,24 @@ def test_malformed_body_is_a_400(gateway_url: str, body: bytes) -> None:
         (b'\xef\xbb\xbf{"messages": []}', "begins with a byte order mark: send it without"),
         (b'{"messages": [], "temperature": NaN}', "JSON has no NaN: send a number or null"),
         (b'{"a": "\\" NaN", "temperature": -Infinity}', "JSON has no -Infinity"),
+        (b'{"a": "cut \\ud83d"}', "half of a surrogate pair: cut texts between whole characters"),
+        (b'{"a": "\\ude00 and \\\\ud83d", "b": "longer"}', "half of a surrogate pair"),
+        (b'{"temperature": 1e999}', "a number is too large for a double: send a smaller one"),
+        (b'{"a": "\\ud83d\\ude00 \\\\ud83d", "b" 1}', "expected ':' "),
     ],
 )
 def test_what_is_no_json_is_named(body: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         parse_json(body)
+
+
+def test_position_of_malformed_json_counts_the_known_messages_too(gateway_url: str) -> None:
+    body = b'{"max_tokens": 1, "messages": [{"role": "user", "content": "x"}'
+    url = f"{gateway_url}/sessions/position/v1/chat/completions"
+    assert httpx2.post(url, content=body + b"]}").status_code == 200
+    malformed = body + b', {"role" 1}]}'
+    answer = httpx2.post(url, content=malformed)
+    assert f"(byte {malformed.index(b'1}]')})" in answer.json()["error"]["message"]
 
 
 def test_words_within_strings_are_no_numbers() -> None:
