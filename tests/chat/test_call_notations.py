@@ -69,6 +69,11 @@ MARKED_TAGS = calling(
     + BARE
     + " }}</<|quad_end|>arg>\n{% endfor %}</<|quad_end|>call>\n"
 )
+ARRAY = calling(
+    "{% if loop.first %}[{% endif %}{{ {'name': f.name, 'arguments': f.arguments} | tojson }}"
+    "{% if loop.last %}]{% else %}, {% endif %}"
+)
+LISTED = literal(JSON, ", ").replace("<tool_call>{{ f.name", "[{{ f.name").replace(")</tool_call>", ")]")
 ALL = {
     name: source
     for name, source in globals().items()
@@ -93,7 +98,9 @@ def test_calls_round_trip(name: str) -> None:
     assert {check: checks[check] for check in CALLS} == dict.fromkeys(CALLS, True)
 
 
-@pytest.mark.parametrize("source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, COLON, SPACED, TYPED, JSON_TAGS])
+@pytest.mark.parametrize(
+    "source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, COLON, SPACED, TYPED, JSON_TAGS]
+)
 def test_every_call_round_trips_if_text_is_delimited(source: str) -> None:
     checks = held(source)
     assert {name for name, turn in TURNS.items() if turn.get("tool_calls") and checks[name] is False} == set()
@@ -257,3 +264,15 @@ def test_token_between_two_calls_is_in_a_single_span() -> None:
     call = '[[call add {"a": 1}]]'
     first, second = parsed(renderer_of(SPACED), f"{call}{call}<|im_end|>").tool_calls
     assert first.span[0] < first.span[1] <= second.span[0] < second.span[1]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("source", [ARRAY, LISTED], ids=["array", "listed"])
+@pytest.mark.parametrize(
+    "before", ["Of [1, 2] take ", 'As in [{"a": 1}] take ', 'For [{"name": "Bob", "age": 3}] take ']
+)
+def test_json_answer_between_the_brackets_of_calls_is_content(source: str, before: str, step: int) -> None:
+    call = '[{"name": "add", "arguments": {"a": 1}}]'
+    reply = parsed(renderer_of(source), f"{before}{call}<|im_end|>", step)
+    assert reply.content.strip() == before.strip()
+    assert [(call.name, call.arguments, call.status) for call in reply.tool_calls] == [("add", '{"a": 1}', "ok")]

@@ -489,6 +489,7 @@ def test_empty_schema_is_accepted(parameters: Any) -> None:
         ),
         (LLAMA, 'so {"name": "measure", "parameters": {}}', "", 'so {"name": "measure", "parameters": {}}'),
         (LLAMA, '{"name": "multiply", "parameters": {}}', "", '{"name": "multiply", "parameters": {}}'),
+        (LLAMA, '{"name": "Bob", "age": 3}', "", '{"name": "Bob", "age": 3}'),
     ],
 )
 def test_reasoning_and_content_are_separated(template: str, text: str, reasoning: str, content: str) -> None:

@@ -32,6 +32,8 @@ class CallReader:
         """Whether calls have no delimiters. Any JSON object that names a tool is then a call."""
         self.begins_lines = self.bare and not syntax.within_lines
         """Whether a call without delimiters is recognized only at the beginning of a line."""
+        self._like_json = set("".join([*section_pieces, *call_pieces])) <= set(JSON_PUNCTUATION)
+        """Whether a JSON answer may look like calls, because nothing but JSON's brackets delimits them."""
         begins = tuple(dict.fromkeys([*section_pieces[:1], *call_pieces[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
         self.triggers = marked or begins
@@ -140,10 +142,10 @@ class CallReader:
         complete = final or not close.strip() or text.endswith(self._last, position, end)
         if not complete and may_grow(text, end, [close]):
             return None
-        if call.status == "ok" and call.name not in self._tools:
-            if self.bare:
+        if call.name not in self._tools:
+            if self._may_be_json(text):
                 return ReadCall(call.end, None)
-            call = replace(call, status="unknown_tool")
+            call = replace(call, status="unknown_tool") if call.status == "ok" else call
         return replace(call, end=end if end > position else call.end)
 
     def _broken(
@@ -155,12 +157,12 @@ class CallReader:
         return its opening delimiter only, as text that is not a call; the text after it is read again.
         """
         end = self._start
-        if self.bare:
+        if self._may_be_json(text):
             end = broken.position if broken else len(text)
         none = ReadCall(end, None)
         if within_reasoning:
             return none
-        if self.bare:
+        if self._may_be_json(text):
             if broken is not None and not broken.no_json:
                 return none
             name, arguments = self._guess(text[self._start : end])
@@ -187,6 +189,10 @@ class CallReader:
             end = match.end()
         arguments = self._whole(raw, name, arguments)
         return ReadCall(end, name, arguments, "bad_arguments" if match or over else "unclosed")
+
+    def _may_be_json(self, text: str) -> bool:
+        """Return whether the call may be a JSON answer. It is one unless it names a tool."""
+        return self._like_json and (self._syntax.style == "json" or text.startswith("{", self._start))
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
         """Return the name and raw arguments of a malformed call, each None or empty if not found."""
