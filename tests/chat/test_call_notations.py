@@ -37,6 +37,7 @@ SEMICOLONS, QUOTED_SEMICOLONS = literal(BARE, "; "), literal(JSON, "; ")
 SPACES, QUOTED_SPACES = literal(BARE, " "), literal(JSON, " ")
 ARROWS = literal(JSON, " && ", " -> ")
 PIPE = calling("<tool_call>{{ f.name }}|{{ f.arguments | tojson }}</tool_call>")
+ID_AS_NAME = calling("<tool_call>{{ c.id }}|{{ f.arguments | tojson }}</tool_call>")
 COLON = calling("<tool_call>{{ f.name }}: {{ f.arguments | tojson }}</tool_call>")
 SPACED = calling("[[call {{ f.name }} {{ f.arguments | tojson }}]]")
 TYPE = "'string' if v is string else 'null' if v is none else 'number' if v is number else 'json'"
@@ -99,7 +100,7 @@ def test_calls_round_trip(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, COLON, SPACED, TYPED, JSON_TAGS]
+    "source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, ID_AS_NAME, COLON, SPACED, TYPED, JSON_TAGS]
 )
 def test_every_call_round_trips_if_text_is_delimited(source: str) -> None:
     checks = held(source)
