@@ -37,6 +37,9 @@ SEMICOLONS, QUOTED_SEMICOLONS = literal(BARE, "; "), literal(JSON, "; ")
 SPACES, QUOTED_SPACES = literal(BARE, " "), literal(JSON, " ")
 ARROWS = literal(JSON, " && ", " -> ")
 PIPE = calling("<tool_call>{{ f.name }}|{{ f.arguments | tojson }}</tool_call>")
+ASCII = calling(
+    "<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson(ensure_ascii=True, indent=1) }}</tool_call>"
+)
 ID_AS_NAME = calling("<tool_call>{{ c.id }}|{{ f.arguments | tojson }}</tool_call>")
 COLON = calling("<tool_call>{{ f.name }}: {{ f.arguments | tojson }}</tool_call>")
 SPACED = calling("[[call {{ f.name }} {{ f.arguments | tojson }}]]")
@@ -100,7 +103,7 @@ def test_calls_round_trip(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, ID_AS_NAME, COLON, SPACED, TYPED, JSON_TAGS]
+    "source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, ASCII, ID_AS_NAME, COLON, SPACED, TYPED, JSON_TAGS]
 )
 def test_every_call_round_trips_if_text_is_delimited(source: str) -> None:
     checks = held(source)
@@ -277,3 +280,10 @@ def test_json_answer_between_the_brackets_of_calls_is_content(source: str, befor
     reply = parsed(renderer_of(source), f"{before}{call}<|im_end|>", step)
     assert reply.content.strip() == before.strip()
     assert [(call.name, call.arguments, call.status) for call in reply.tool_calls] == [("add", '{"a": 1}', "ok")]
+
+
+def test_characters_of_private_planes_stay_in_ascii_json() -> None:
+    renderer = renderer_of(ASCII)
+    message = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": "\U000f0001 \U00100000"})]}
+    ids = renderer.render([{"role": "user", "content": "hi"}, message], setup_for(renderer)).ids.tolist()
+    assert '"\\udb80\\udc01 \\udbc0\\udc00"' in renderer.tokenizer.decode(ids)
