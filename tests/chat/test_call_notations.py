@@ -287,3 +287,25 @@ def test_characters_of_private_planes_stay_in_ascii_json() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": "\U000f0001 \U00100000"})]}
     ids = renderer.render([{"role": "user", "content": "hi"}, message], setup_for(renderer)).ids.tolist()
     assert '"\\udb80\\udc01 \\udbc0\\udc00"' in renderer.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("step", [0, 50])
+def test_calls_that_a_model_in_a_loop_leaves_open_are_not_each_followed_to_the_end(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = 0
+    find = ObjectEnd.find
+
+    def counting(self: ObjectEnd, text: str) -> int | None:
+        nonlocal followed
+        before = self._position
+        end = find(self, text)
+        followed += self._position - before
+        return end
+
+    monkeypatch.setattr(ObjectEnd, "find", counting)
+    text = '<tool_call>{"name": "add", "arguments": {"a": "\\" ' * 1000
+    reply = parsed(renderer_of(ASCII), f"{text}<|im_end|>", step)
+    assert {call.status for call in reply.tool_calls} == {"bad_arguments"}
+    assert (len(reply.tool_calls), reply.content, reply.problem) == (1000, "", "")
+    assert followed < 40 * len(text)

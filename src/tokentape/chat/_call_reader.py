@@ -19,6 +19,10 @@ from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
 _LONGEST_DELIMITER = 300
+_FAR = 10_000
+_MOST_FAR = 16
+"""How many calls may be followed for more than `_FAR` characters in vain. Later ones end where the next begins:
+following each of thousands of calls that a model in a loop leaves open takes time quadratic in the text."""
 
 
 class CallReader:
@@ -66,9 +70,10 @@ class CallReader:
             r"(?:\s*[;,](?=\s*\{))?" if self.bare else rf"(?:\s*{another}(?:{'|'.join(between) or '(?!)'})){limit}"
         )
         self._begins = begins
+        self._another = re.compile(any_of(begins))
         broken_ends = [*pieces(syntax.close), *pieces(syntax.section_close), *begins]
         self._broken_end = re.compile(any_of(piece for piece in broken_ends if not _is_within(syntax, piece)))
-        self._start = self._seek = 0
+        self._start = self._seek = self._far = 0
         self._body: BodyReader | None = None
 
     def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
@@ -97,7 +102,10 @@ class CallReader:
                 return None
             self._start = self._seek = start if start > position or self.bare else position + 1
             self._body = body_reader(self._syntax, self._tools, text, start)
-        body = self._body.read(text, over=over) if self._body is not None else None
+        within = text
+        if self._far >= _MOST_FAR and (another := self._another.search(text, self._start)):
+            within = text[: another.start()]
+        body = self._body.read(within, over=over) if self._body is not None else None
         if body is None and not final:
             return None
         if isinstance(body, ReadCall):
@@ -106,6 +114,8 @@ class CallReader:
             call = self._broken(text, body, final=final, over=over, within_reasoning=within_reasoning)
         if call is not None:
             self._body = None
+            followed = body.position if isinstance(body, Broken) else len(within)
+            self._far += not isinstance(body, ReadCall) and followed - self._start > _FAR
         return call
 
     def skip_between(self, text: str, position: int, *, final: bool) -> tuple[int, bool] | None:
