@@ -37,6 +37,10 @@ SEMICOLONS, QUOTED_SEMICOLONS = literal(BARE, "; "), literal(JSON, "; ")
 SPACES, QUOTED_SPACES = literal(BARE, " "), literal(JSON, " ")
 ARROWS = literal(JSON, " && ", " -> ")
 PIPE = calling("<tool_call>{{ f.name }}|{{ f.arguments | tojson }}</tool_call>")
+ASCII = calling(
+    "<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson(ensure_ascii=True, indent=1) }}</tool_call>"
+)
+ID_AS_NAME = calling("<tool_call>{{ c.id }}|{{ f.arguments | tojson }}</tool_call>")
 COLON = calling("<tool_call>{{ f.name }}: {{ f.arguments | tojson }}</tool_call>")
 SPACED = calling("[[call {{ f.name }} {{ f.arguments | tojson }}]]")
 TYPE = "'string' if v is string else 'null' if v is none else 'number' if v is number else 'json'"
@@ -69,6 +73,11 @@ MARKED_TAGS = calling(
     + BARE
     + " }}</<|quad_end|>arg>\n{% endfor %}</<|quad_end|>call>\n"
 )
+ARRAY = calling(
+    "{% if loop.first %}[{% endif %}{{ {'name': f.name, 'arguments': f.arguments} | tojson }}"
+    "{% if loop.last %}]{% else %}, {% endif %}"
+)
+LISTED = literal(JSON, ", ").replace("<tool_call>{{ f.name", "[{{ f.name").replace(")</tool_call>", ")]")
 ALL = {
     name: source
     for name, source in globals().items()
@@ -93,7 +102,9 @@ def test_calls_round_trip(name: str) -> None:
     assert {check: checks[check] for check in CALLS} == dict.fromkeys(CALLS, True)
 
 
-@pytest.mark.parametrize("source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, COLON, SPACED, TYPED, JSON_TAGS])
+@pytest.mark.parametrize(
+    "source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, ASCII, ID_AS_NAME, COLON, SPACED, TYPED, JSON_TAGS]
+)
 def test_every_call_round_trips_if_text_is_delimited(source: str) -> None:
     checks = held(source)
     assert {name for name, turn in TURNS.items() if turn.get("tool_calls") and checks[name] is False} == set()
@@ -257,3 +268,44 @@ def test_token_between_two_calls_is_in_a_single_span() -> None:
     call = '[[call add {"a": 1}]]'
     first, second = parsed(renderer_of(SPACED), f"{call}{call}<|im_end|>").tool_calls
     assert first.span[0] < first.span[1] <= second.span[0] < second.span[1]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("source", [ARRAY, LISTED], ids=["array", "listed"])
+@pytest.mark.parametrize(
+    "before", ["Of [1, 2] take ", 'As in [{"a": 1}] take ', 'For [{"name": "Bob", "age": 3}] take ']
+)
+def test_json_answer_between_the_brackets_of_calls_is_content(source: str, before: str, step: int) -> None:
+    call = '[{"name": "add", "arguments": {"a": 1}}]'
+    reply = parsed(renderer_of(source), f"{before}{call}<|im_end|>", step)
+    assert reply.content.strip() == before.strip()
+    assert [(call.name, call.arguments, call.status) for call in reply.tool_calls] == [("add", '{"a": 1}', "ok")]
+
+
+def test_characters_of_private_planes_stay_in_ascii_json() -> None:
+    renderer = renderer_of(ASCII)
+    message = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": "\U000f0001 \U00100000"})]}
+    ids = renderer.render([{"role": "user", "content": "hi"}, message], setup_for(renderer)).ids.tolist()
+    assert '"\\udb80\\udc01 \\udbc0\\udc00"' in renderer.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("step", [0, 50])
+def test_calls_that_a_model_in_a_loop_leaves_open_are_not_each_followed_to_the_end(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = 0
+    find = ObjectEnd.find
+
+    def counting(self: ObjectEnd, text: str) -> int | None:
+        nonlocal followed
+        before = self._position
+        end = find(self, text)
+        followed += self._position - before
+        return end
+
+    monkeypatch.setattr(ObjectEnd, "find", counting)
+    text = '<tool_call>{"name": "add", "arguments": {"a": "\\" ' * 1000
+    reply = parsed(renderer_of(ASCII), f"{text}<|im_end|>", step)
+    assert {call.status for call in reply.tool_calls} == {"bad_arguments"}
+    assert (len(reply.tool_calls), reply.content, reply.problem) == (1000, "", "")
+    assert followed < 40 * len(text)

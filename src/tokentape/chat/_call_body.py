@@ -23,7 +23,7 @@ from tokentape.chat._call_literals import (
 )
 from tokentape.chat._call_syntax import KEY, CallSyntax
 from tokentape.chat._delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
-from tokentape.chat._json_text import ObjectEnd, decode, members, property_schema, quoted_json, standard, value_json
+from tokentape.chat._json_text import ObjectEnd, decode, members, parameter_types, quoted_json, standard, value_json
 from tokentape.chat._reply import CallStatus
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
@@ -310,14 +310,14 @@ class _TaggedBody(BodyReader):
             raw = raw[1:] if raw[:1].isspace() else raw
         for _ in range(after):
             raw = raw[:-1] if raw[-1:].isspace() else raw
-        schema = property_schema(self._tools.get(self._name), key["key"])
+        types = parameter_types(self._tools.get(self._name), key["key"])
         if syntax.json_key_close and syntax.json_key_close == syntax.key_close:
-            return quoted_json(raw, schema)
+            return quoted_json(raw, types)
         is_text = key["text"] is not None if syntax.json_key_close else None
         opening, closing = syntax.text_open, syntax.text_close
         if opening and closing and raw.startswith(opening) and raw.endswith(closing, len(opening)):
-            raw, is_text = raw[len(opening) : -len(closing)], True if schema is None else None
-        return value_json(raw, schema, is_text=is_text)
+            raw, is_text = raw[len(opening) : -len(closing)], True if types is None else None
+        return value_json(raw, types, is_text=is_text)
 
     def _body(self) -> ReadCall | Broken:
         if not self._arguments and self._name not in self._tools:

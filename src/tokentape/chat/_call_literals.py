@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from tokentape.chat._call_syntax import CallSyntax
 from tokentape.chat._delimiters import pattern, skip, skip_space
-from tokentape.chat._json_text import property_schema, takes_only_text, value_json
+from tokentape.chat._json_text import parameter_types, takes_only_text, value_json
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
@@ -149,18 +149,18 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
         if match is None or not text.startswith(notation.key_close, match.end()):
             raise LiteralError("an argument has no name")
         position = skip_space(text, match.end() + len(notation.key_close))
-        schema = property_schema(tool, match["key"])
+        types = parameter_types(tool, match["key"])
         opening = text[position : position + 1]
         if _quote_at(text, position, syntax.quote):
             raw, position = _string(text, position, notation)
-            value = value_json(raw, schema, is_text=True if syntax.json_key_close else None)
-        elif opening and opening in _OPENERS and (syntax.quote or not takes_only_text(schema)):
+            value = value_json(raw, types, is_text=True if syntax.json_key_close else None)
+        elif opening and opening in _OPENERS and (syntax.quote or not takes_only_text(types)):
             value, position = _value(text, position, notation, 0)
         else:
             end = notation.next_argument.search(text, position)
             after = end.start() if end else len(text)
             raw = text[position:after].strip() if syntax.quote else text[position:after]
-            value, position = value_json(raw, schema, is_text=False), after
+            value, position = value_json(raw, types, is_text=False), after
         yield f"{json.dumps(match['key'], ensure_ascii=False)}: {value}"
 
 

@@ -19,6 +19,10 @@ from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
 _LONGEST_DELIMITER = 300
+_FAR = 10_000
+_MOST_FAR = 16
+"""How many calls may be followed for more than `_FAR` characters in vain. Later ones end where the next begins:
+following each of thousands of calls that a model in a loop leaves open takes time quadratic in the text."""
 
 
 class CallReader:
@@ -32,6 +36,8 @@ class CallReader:
         """Whether calls have no delimiters. Any JSON object that names a tool is then a call."""
         self.begins_lines = self.bare and not syntax.within_lines
         """Whether a call without delimiters is recognized only at the beginning of a line."""
+        self._like_json = set("".join([*section_pieces, *call_pieces])) <= set(JSON_PUNCTUATION)
+        """Whether a JSON answer may look like calls, because nothing but JSON's brackets delimits them."""
         begins = tuple(dict.fromkeys([*section_pieces[:1], *call_pieces[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
         self.triggers = marked or begins
@@ -64,9 +70,10 @@ class CallReader:
             r"(?:\s*[;,](?=\s*\{))?" if self.bare else rf"(?:\s*{another}(?:{'|'.join(between) or '(?!)'})){limit}"
         )
         self._begins = begins
+        self._another = re.compile(any_of(begins))
         broken_ends = [*pieces(syntax.close), *pieces(syntax.section_close), *begins]
         self._broken_end = re.compile(any_of(piece for piece in broken_ends if not _is_within(syntax, piece)))
-        self._start = self._seek = 0
+        self._start = self._seek = self._far = 0
         self._body: BodyReader | None = None
 
     def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
@@ -95,7 +102,10 @@ class CallReader:
                 return None
             self._start = self._seek = start if start > position or self.bare else position + 1
             self._body = body_reader(self._syntax, self._tools, text, start)
-        body = self._body.read(text, over=over) if self._body is not None else None
+        within = text
+        if self._far >= _MOST_FAR and (another := self._another.search(text, self._start)):
+            within = text[: another.start()]
+        body = self._body.read(within, over=over) if self._body is not None else None
         if body is None and not final:
             return None
         if isinstance(body, ReadCall):
@@ -104,6 +114,8 @@ class CallReader:
             call = self._broken(text, body, final=final, over=over, within_reasoning=within_reasoning)
         if call is not None:
             self._body = None
+            followed = body.position if isinstance(body, Broken) else len(within)
+            self._far += not isinstance(body, ReadCall) and followed - self._start > _FAR
         return call
 
     def skip_between(self, text: str, position: int, *, final: bool) -> tuple[int, bool] | None:
@@ -140,10 +152,10 @@ class CallReader:
         complete = final or not close.strip() or text.endswith(self._last, position, end)
         if not complete and may_grow(text, end, [close]):
             return None
-        if call.status == "ok" and call.name not in self._tools:
-            if self.bare:
+        if call.name not in self._tools:
+            if self._may_be_json(text):
                 return ReadCall(call.end, None)
-            call = replace(call, status="unknown_tool")
+            call = replace(call, status="unknown_tool") if call.status == "ok" else call
         return replace(call, end=end if end > position else call.end)
 
     def _broken(
@@ -155,12 +167,12 @@ class CallReader:
         return its opening delimiter only, as text that is not a call; the text after it is read again.
         """
         end = self._start
-        if self.bare:
+        if self._may_be_json(text):
             end = broken.position if broken else len(text)
         none = ReadCall(end, None)
         if within_reasoning:
             return none
-        if self.bare:
+        if self._may_be_json(text):
             if broken is not None and not broken.no_json:
                 return none
             name, arguments = self._guess(text[self._start : end])
@@ -187,6 +199,10 @@ class CallReader:
             end = match.end()
         arguments = self._whole(raw, name, arguments)
         return ReadCall(end, name, arguments, "bad_arguments" if match or over else "unclosed")
+
+    def _may_be_json(self, text: str) -> bool:
+        """Return whether the call may be a JSON answer. It is one unless it names a tool."""
+        return self._like_json and (self._syntax.style == "json" or text.startswith("{", self._start))
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
         """Return the name and raw arguments of a malformed call, each None or empty if not found."""

@@ -11,6 +11,7 @@ only callers' texts replaced, its provenance follows from the cached literals, w
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,11 @@ SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters for strings that are rendered to find out what a template writes around them."""
 
 _PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]")
-_WRITTEN_PLACEHOLDER = re.compile(r"\\udb([89][0-9a-f]|bf)")
-"""A placeholder as Python writes it in a list or a mapping, and as ASCII JSON."""
+_WRITTEN = re.compile(r'\\udb(?:[89][0-9a-f]|bf)(?!\\ud[c-f])|(?<=")(?:\\udb[c-f][0-9a-f]){2}(?=")')
+"""A placeholder as Python writes it in a list or a mapping, and as ASCII JSON, or two sentinels as text in ASCII JSON.
+
+A low surrogate after a placeholder would show that it is part of a caller's character.
+"""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -152,7 +156,7 @@ class Escaper:
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""
         if "\\udb" in text:
-            text = _WRITTEN_PLACEHOLDER.sub(lambda match: chr(int(f"db{match[1]}", 16)), text)
+            text = _WRITTEN.sub(lambda match: str(json.loads(f'"{match[0]}"')), text)
         return text if text.isascii() else _PLACEHOLDER.sub(lambda match: self._character_of.get(match[0], ""), text)
 
     def marked(self, rendered: str) -> str:

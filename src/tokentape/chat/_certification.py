@@ -111,12 +111,15 @@ def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refus
         if tools_refused and message.get("tool_calls"):
             yield ParseCheck(name, holds=None, detail=tools_refused)
             continue
+        three = grammar.THREE_CALLS
+        if form.shape is not None and form.shape.name_is_id:
+            message, three = grammar.with_names_in_ids(message), grammar.with_names_in_ids(three)
         question = grammar.accepted((grammar.QUESTION,), form)
         check = _parse_check(renderer, setup, name, message, question)
         # A template may number turns; if the generation prompt lacks the number, the model writes it.
         others = [(setup, message, grammar.LATER), (setup, message, grammar.accepted(grammar.AFTER_RESULT, form))]
         if name == "parallel calls":
-            others.append((setup, grammar.THREE_CALLS, question))
+            others.append((setup, three, question))
         if differs_without and not message.get("tool_calls"):
             others.append((without_tools, message, grammar.LATER))
         for under, turn, history in others:

@@ -151,6 +151,16 @@ TURNS: Mapping[str, Message] = {
 THREE_CALLS = _turn("", [_CALL, _SECOND_CALL, call(3, {"place": "nowhere"})])
 """For templates that count calls: the text between the first two calls may differ from that between the next two."""
 
+
+def with_names_in_ids(message: Message) -> Message:
+    """Return the message with each call's name in its id, for a template that writes the id in place of the name."""
+    calls = [
+        {**call, "id": f"functions.{call['function']['name']}:{n}"}
+        for n, call in enumerate(message.get("tool_calls", ()))
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
 _ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
 _CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"], _turn(None, [_CALL]))
 _CALLING_TWICE = (

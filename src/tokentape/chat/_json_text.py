@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from tokentape.chat._delimiters import skip
@@ -26,6 +27,7 @@ _CONTROL = re.compile("[\x00-\x1f]")
 _SPACE, _OPEN, _COLON, _COMMA = map(re.compile, (r"\s*", r"\s*{\s*", r"\s*:\s*", r"\s*,?\s*"))
 _PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _NULLS = ("null", "None")
+_CHOICES = ("anyOf", "oneOf", "allOf")
 _LONGEST_LITERAL = 100_000
 """Longer lists in Python's notation are kept as text: parsing takes some hundred bytes of memory per character."""
 _IN_STRING = re.compile(r'["\\]')
@@ -101,21 +103,21 @@ def standard(raw: str) -> str:
     return _STRING.sub(lambda match: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", match[0]), raw)
 
 
-def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
+def value_json(raw: str, types: AbstractSet[str] | None, *, is_text: bool | None = None) -> str:
     """Return the JSON text of a tagged value.
 
-    `schema` is the parameter's JSON schema or None. `is_text` says whether the model's tags or quotes mark the value as
-    text, None that they do not show it. If it is False, `null` is a null even if the schema does not allow it.
+    `types` are the parameter's types, see `parameter_types`. `is_text` says whether the model's tags or quotes mark the
+    value as text, None that they do not show it. If it is False, `null` is a null whatever the types.
 
-    >>> value_json("7", {"type": "string"}), value_json("7", None)
+    >>> value_json("7", {"string"}), value_json("7", None)
     ('"7"', '7')
-    >>> value_json("null", {"type": "string"}), value_json("null", {"type": "string"}, is_text=False)
+    >>> value_json("null", {"string"}), value_json("null", {"string"}, is_text=False)
     ('"null"', 'null')
     """
     core = raw.strip()
-    if not is_text and core in _NULLS and (is_text is not None or "null" in _types(schema)):
+    if not is_text and core in _NULLS and (is_text is not None or "null" in (types or ())):
         return "null"
-    if is_text or takes_only_text(schema):
+    if is_text or takes_only_text(types):
         return json.dumps(raw, ensure_ascii=False)
     try:
         decode(core)
@@ -124,13 +126,12 @@ def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
     return standard(core)
 
 
-def takes_only_text(schema: Any) -> bool:
-    """Return whether a parameter's schema allows only text, or text and null."""
-    types = _types(schema)
-    return bool(types) and types <= {"string", "null"}
+def takes_only_text(types: AbstractSet[str] | None) -> bool:
+    """Return whether a parameter of these types takes only text, or text and null."""
+    return types is not None and "string" in types <= {"string", "null"}
 
 
-def quoted_json(raw: str, schema: Any) -> str:
+def quoted_json(raw: str, types: AbstractSet[str] | None) -> str:
     """Return the JSON text of a tagged value, in a syntax that puts all text in quotes.
 
     >>> quoted_json('"7"', None), quoted_json("a word", None), quoted_json('"a "b" c"', None)
@@ -138,7 +139,7 @@ def quoted_json(raw: str, schema: Any) -> str:
     """
     core = raw.strip()
     if not (len(core) > 1 and core[0] == core[-1] == '"'):
-        return value_json(raw, schema, is_text=False)
+        return value_json(raw, types, is_text=False)
     try:
         decode(core)
     except ValueError:
@@ -146,24 +147,36 @@ def quoted_json(raw: str, schema: Any) -> str:
     return standard(core)
 
 
-def property_schema(tool: Tool | None, key: str) -> Any:
-    """Return the schema of a tool's parameter; None if the tool has no schema for it."""
-    schema: Any = tool
-    for step in ("function", "parameters", "properties", key):
-        schema = schema.get(step) if isinstance(schema, Mapping) else None
-    return schema
+def parameter_types(tool: Tool | None, key: str) -> AbstractSet[str] | None:
+    """Return the JSON types that a tool's parameter may have, as far as its schema names them.
+
+    Return None if the tool has no schema for it.
+    """
+    parameters = _at(tool, ["function", "parameters"])
+    schema = _at(parameters, ["properties", key])
+    return None if schema is None else _types(schema, parameters, set())
 
 
-def _types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names, which may be none."""
+def _at(value: Any, path: Iterable[str]) -> Any:
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _types(schema: Any, root: Any, seen: set[str]) -> set[str]:
+    """Return the types that a schema names, also by references to other parts of `root` that are not in `seen`."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
     types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
-    for choices in (schema.get("anyOf"), schema.get("oneOf")):
-        for choice in choices if isinstance(choices, list) else ():
-            types |= _types(choice)
-    values = schema.get("enum")
+    choices = [choice for key in _CHOICES if isinstance(schema.get(key), list) for choice in schema[key]]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        choices.append(_at(root, reference.removeprefix("#/").split("/")))
+    for choice in choices:
+        types |= _types(choice, root, seen)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not types and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         types = {"string"}
     return types
