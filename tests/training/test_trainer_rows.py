@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import msgspec
@@ -17,6 +17,7 @@ from tests.training.test_experts import routed
 from tests.training.test_exports import two_branches
 from tests.training.test_supports import CUT, WHOLE, with_supports
 from tests.training.test_trainers import alike
+from tokentape.cli.export import Trainer
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._samples import Sample
@@ -85,10 +86,18 @@ def test_rows_of_several_temperatures_are_refused_if_a_run_has_one(trainer: str)
     ]
     assert trainer_rows(trainer, at[:2])
     for rows_of in (trainer_rows, accepted_rows):
-        with pytest.raises(InvalidRequest, match=r"by one temperature.*at 0\.6, .* at 1: write") as caught:
+        with pytest.raises(InvalidRequest, match=r"temperature 0\.6 \(.*, temperature 1 \(.*: write"):
             rows_of(trainer, at)
-        assert caught.value.param == "temperature"
     assert trainer_rows("prime-rl", [replace(sample, group="g") for sample in at])
+
+
+@pytest.mark.parametrize("trainer", get_args(Trainer))
+def test_rows_of_several_adapters_are_refused(trainer: str) -> None:
+    (first, second), tuned = two_branches(), ("tuned", "tuned")
+    with pytest.raises(InvalidRequest, match=r"adapter 'tuned' \(session 's'\), the model itself \(session 's'\)"):
+        trainer_rows(trainer, [first, replace(second, adapters=tuned)])
+    # The second sample trains its last turn only.
+    assert trainer_rows(trainer, [replace(first, adapters=tuned), replace(second, adapters=(None, "tuned"))])
 
 
 @pytest.mark.parametrize("trainer", ["slime", "miles"])

@@ -27,7 +27,7 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
     needs advantages and no sample has them, they are computed by `group_advantages`. Raises `InvalidRequest` as the
     exports do, for a trainer that has no row format, and if only some samples have advantages.
     """
-    _refuse_several_temperatures(trainer, samples)
+    _refuse_several_runs(trainer, samples)
     if trainer in WITH_ADVANTAGES:
         without = [sample for sample in samples if "advantages" not in sample.columns]
         if without and len(without) < len(samples):
@@ -69,19 +69,26 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
     raise InvalidRequest(f"{trainer!r} has no row format; use its function in `tokentape.training.exports`", "trainer")
 
 
-def _refuse_several_temperatures(trainer: str, samples: Sequence[Sample]) -> None:
-    """Raise `InvalidRequest` if sessions were sampled at several temperatures and the trainer divides by one."""
+def _refuse_several_runs(trainer: str, samples: Sequence[Sample]) -> None:
+    """Raise `InvalidRequest` for rows of several adapters, or of several temperatures if the trainer divides by one."""
+    policies = {
+        f"adapter {adapter!r}" if adapter else "the model itself": sample.session_id
+        for sample in samples
+        for (_, start, end), adapter in zip(sample.completions(), sample.adapters, strict=False)
+        if sample.loss_mask[start:end].any()
+    }
     about = TRAINERS.get(trainer)
-    if about is None or about.setting is None:
-        return
-    sessions = {temperature([sample], trainer): sample.session_id for sample in samples}
-    if len(sessions) > 1:
-        sampled = ", ".join(f"{name!r} at {value:g}" for value, name in sorted(sessions.items()))
-        raise InvalidRequest(
-            f"{about.name} divides the logits of all rows by one temperature ({about.setting}), but sessions were "
-            f"sampled at {len(sessions)}, for example {sampled}: write a file for each, with --session",
-            "temperature",
-        )
+    sessions = {}
+    if about is not None and about.setting is not None:
+        sessions = {f"temperature {temperature([sample], trainer):g}": sample.session_id for sample in samples}
+    for names in (policies, sessions):
+        if len(names) > 1:
+            sampled = ", ".join(f"{name} (session {session!r})" for name, session in sorted(names.items()))
+            raise InvalidRequest(
+                f"a run of {trainer} computes logprobs of one policy at one temperature; these samples are of "
+                f"{sampled}: write a file for each, with --session",
+                "session",
+            )
 
 
 def accepted_rows(
