@@ -117,6 +117,12 @@ def test_numbers_that_json_lacks_are_refused() -> None:
         write_trainer_rows([{"a": float("nan")}], file)
 
 
+def test_a_parquet_file_has_the_fields_of_all_rows() -> None:
+    file = io.BytesIO()
+    write_trainer_rows([{"a": 1.0}, {"b": {"c": 2}}], file, parquet=True)
+    assert pq.read_table(file).to_pylist() == [{"a": 1.0, "b": None}, {"a": None, "b": '{"c": 2}'}]
+
+
 WITH_EXPERTS = "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl"
 WITH_SUPPORTS = "slime", "miles", "skyrl", "prime-rl"
 REPLAYED = [

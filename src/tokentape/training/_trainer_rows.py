@@ -127,7 +127,9 @@ def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parqu
         {name: json.dumps(value) if isinstance(value, dict) else value for name, value in json.loads(line).items()}
         for line in lines
     ]
-    pq.write_table(pa.Table.from_pylist(plain), file)
+    # `from_pylist` takes only the columns of the first row.
+    names = dict.fromkeys(name for row in plain for name in row)
+    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in plain]), file)
 
 
 def _line(row: dict[str, Any]) -> str:
