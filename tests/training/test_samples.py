@@ -192,6 +192,9 @@ def test_a_group_is_named_by_metadata_or_by_a_function() -> None:
     assert [sample.group for sample in by_verdict] == ["forked: sibling", "exact", "forked: branched"]
     with pytest.raises(InvalidRequest, match="'problem'"):
         assemble(paths, group="problem")
+    unnamed = [replace(path, metadata={"task": None}) for path in paths]
+    with pytest.raises(InvalidRequest, match="has no 'task' to name its group; its keys: none"):
+        assemble(unnamed, group="task")
 
 
 def column(turn: int, *values: float) -> TurnColumn:

@@ -42,8 +42,12 @@ def test_miles_gets_its_class_with_a_support_for_each_token() -> None:
     _, first, between, last = sample.token_ids.tolist()
     made = exports.slime_sample(sample, 0, 0, sampling_mask=dict)
     assert made["rollout_sampling_mask"] == {"ids": [first, 90, between, last], "offsets": [0, 2, 3, 4]}
+
+
+@pytest.mark.parametrize("sampling_mask", [None, dict], ids=["slime", "miles"])
+def test_truncated_and_other_trained_turns_in_a_sample_are_refused(sampling_mask: Any) -> None:
     with pytest.raises(InvalidRequest, match="all turns or none"):
-        exports.slime_sample(with_supports(CUT, WHOLE), 0, 0, sampling_mask=dict)
+        exports.slime_sample(with_supports(CUT, WHOLE), 0, 0, sampling_mask=sampling_mask)
 
 
 def test_prime_rl_gets_a_count_per_token() -> None:

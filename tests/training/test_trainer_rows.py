@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import msgspec
@@ -15,7 +15,9 @@ import pytest
 
 from tests.training.test_experts import routed
 from tests.training.test_exports import two_branches
-from tests.training.test_supports import CUT, with_supports
+from tests.training.test_supports import CUT, WHOLE, with_supports
+from tests.training.test_trainers import alike
+from tokentape.cli.export import Trainer
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._samples import Sample
@@ -65,12 +67,60 @@ def test_refused_sessions_are_named_and_skipped_in_the_numbering() -> None:
     assert [row["idx"] for row in rows] == [row["idx"] for row in trainer_rows("nemo-rl", others)]
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("", "b")], ids=["named", "an empty name"])
+def test_rows_of_a_group_follow_each_other(names: tuple[str, str]) -> None:
+    first, second = two_branches()
+    samples = [replace(sample, session_id=f"s{n}", group=names[n % 2]) for n in range(4) for sample in (first, second)]
+    assert [row["group_index"] for row in trainer_rows("slime", samples)] == [0] * 4 + [1] * 4
+    ids = [row["trajectory_ids"] for row in trainer_rows("skyrl", samples)]
+    assert [trajectory["instance_id"] for trajectory in ids] == [names[0]] * 4 + [names[1]] * 4
+    assert [trajectory["repetition_id"] for trajectory in ids] == [0, 0, 1, 1] * 2
+    assert exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["non_tensors"]["uid"].tolist()[0] == names[0]
+
+
+@pytest.mark.parametrize("trainer", ["trl", "verl", "slime", "miles", "skyrl", "nemo-rl", "agent-lightning"])
+def test_rows_of_several_temperatures_are_refused_if_a_run_has_one(trainer: str) -> None:
+    at = [
+        replace(alike("processed", temperature=value), session_id=f"at {value}", reward=0.0)
+        for value in (1.0, 1.0, 0.6)
+    ]
+    assert trainer_rows(trainer, at[:2])
+    for rows_of in (trainer_rows, accepted_rows):
+        with pytest.raises(InvalidRequest, match=r"temperature 0\.6 \(.*, temperature 1 \(.*: write"):
+            rows_of(trainer, at)
+    assert trainer_rows("prime-rl", [replace(sample, group="g") for sample in at])
+
+
+@pytest.mark.parametrize("trainer", get_args(Trainer))
+def test_rows_of_several_adapters_are_refused(trainer: str) -> None:
+    (first, second), tuned = two_branches(), ("tuned", "tuned")
+    with pytest.raises(InvalidRequest, match=r"adapter 'tuned' \(session 's'\), the model itself \(session 's'\)"):
+        trainer_rows(trainer, [first, replace(second, adapters=tuned)])
+    # The second sample trains its last turn only.
+    assert trainer_rows(trainer, [replace(first, adapters=tuned), replace(second, adapters=(None, "tuned"))])
+
+
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+def test_supports_in_some_rows_are_refused(trainer: str) -> None:
+    samples = [with_supports(CUT, CUT), replace(with_supports(WHOLE, WHOLE), session_id="t", payloads={})]
+    with pytest.raises(InvalidRequest, match="all turns or none"):
+        trainer_rows(trainer, samples)
+    assert trainer_rows(trainer, samples[:1])
+    assert trainer_rows(trainer, samples[1:])
+
+
 def test_numbers_that_json_lacks_are_refused() -> None:
     file = io.BytesIO()
     write_trainer_rows([{"a": 1.0}], file)
     assert json.loads(file.getvalue()) == {"a": 1}
     with pytest.raises(InvalidRequest, match="not finite"):
         write_trainer_rows([{"a": float("nan")}], file)
+
+
+def test_a_parquet_file_has_the_fields_of_all_rows() -> None:
+    file = io.BytesIO()
+    write_trainer_rows([{"a": 1.0}, {"b": {"c": 2}}], file, parquet=True)
+    assert pq.read_table(file).to_pylist() == [{"a": 1.0, "b": None}, {"a": None, "b": '{"c": 2}'}]
 
 
 WITH_EXPERTS = "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl"

@@ -384,14 +384,14 @@ def group_name(trajectory: Trajectory, group: str | Callable[[Trajectory], str] 
     """Return the name of a trajectory's group. Raises `InvalidRequest` if its session's metadata lacks the key."""
     if not isinstance(group, str):
         return None if group is None else group(trajectory)
-    if group not in trajectory.metadata:
+    value = trajectory.metadata.get(group)
+    if value is None:  # null would make one group of all sessions without a name
         raise InvalidRequest(
             f"the metadata of session {trajectory.session_id!r} has no {group!r} to name its group; its keys: "
-            f"{', '.join(trajectory.metadata) or 'none'}. Set it when you create the session: "
-            f"client.session(ID, metadata={{{group!r}: ...}})",
+            f"{', '.join(key for key in trajectory.metadata if key != group) or 'none'}. Set it when you create the "
+            f"session: client.session(ID, metadata={{{group!r}: ...}})",
             "group",
         )
-    value = trajectory.metadata[group]
     return value if isinstance(value, str) else canonical_json(value)
 
 

@@ -101,18 +101,28 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
     if supports is None:
         return {}
     rows: list[list[int]] = [[] if support is None else support.tolist() for support in supports[start:]]
+    # To slime's loss, a token with an empty support was certain.
+    if any(trained and not row for trained, row in zip(sample.loss_mask[start:], rows, strict=True)):
+        raise InvalidRequest(_ALL_OR_NONE, "samples")
     if sampling_mask is not None:
-        if any(trained and not row for trained, row in zip(sample.loss_mask[start:], rows, strict=True)):
-            raise InvalidRequest(
-                "Miles replays supports for all turns or none; some were sampled without truncation: sample all alike",
-                "samples",
-            )
         rows = [row or [int(own)] for row, own in zip(rows, sample.token_ids[start:], strict=True)]
     ids = [token_id for row in rows for token_id in row]
     offsets = np.cumsum([0, *map(len, rows)]).tolist()
     if sampling_mask is not None:
         return {"rollout_sampling_mask": sampling_mask(ids=ids, offsets=offsets)}
     return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
+
+
+def refuse_supports_in_some(rows: Sequence[dict[str, Any]]) -> None:
+    """Raise `InvalidRequest` if only some of slime's or Miles' rows have supports."""
+    fields = {"rollout_sampling_mask", "rollout_top_p_token_ids"}
+    if len({fields.isdisjoint(row) for row in rows}) > 1:
+        raise InvalidRequest(_ALL_OR_NONE, "supports")
+
+
+_ALL_OR_NONE = (
+    "slime and Miles replay supports for all turns or none; some were sampled without truncation: sample all alike"
+)
 
 
 def prime_rl_fields(sample: Sample, sampling_mask: Callable[..., Any]) -> dict[str, Any]:

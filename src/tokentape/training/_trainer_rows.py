@@ -10,9 +10,11 @@ from typing import IO, Any
 
 from tokentape._session.arrow import parquet_library
 from tokentape.errors import InvalidRequest
+from tokentape.training import _supports as replays
 from tokentape.training import exports
 from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample
+from tokentape.training._trainers import TRAINERS, temperature
 
 WITH_ADVANTAGES = ("prime-rl", "tinker")
 """Trainers that need advantages instead of rewards."""
@@ -21,10 +23,11 @@ WITH_ADVANTAGES = ("prime-rl", "tinker")
 def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the export for `trainer`, a name in `TRAINERS`, as one row per sample; for Agent Lightning one per turn.
 
-    The lists over samples that SkyRL and TRL use are split into rows. If a trainer needs advantages and no sample has
-    them, they are computed by `group_advantages`. Raises `InvalidRequest` as the exports do, for a trainer that has no
-    row format, and if only some samples have advantages.
+    Rows of a group follow each other. The lists over samples that SkyRL and TRL use are split into rows. If a trainer
+    needs advantages and no sample has them, they are computed by `group_advantages`. Raises `InvalidRequest` as the
+    exports do, for a trainer that has no row format, and if only some samples have advantages.
     """
+    _refuse_several_runs(trainer, samples)
     if trainer in WITH_ADVANTAGES:
         without = [sample for sample in samples if "advantages" not in sample.columns]
         if without and len(without) < len(samples):
@@ -34,8 +37,10 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
                 "advantages",
             )
         samples = group_advantages(samples) if without else samples
-    groups = [sample.group or sample.session_id for sample in samples]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(map(exports.group_or_session, samples)))}
+    # slime, SkyRL and TRL take neighboring rows for a group; sessions of several groups are recorded at the same time.
+    samples = sorted(samples, key=lambda sample: numbers[exports.group_or_session(sample)])
+    groups = [exports.group_or_session(sample) for sample in samples]
     match trainer:
         case "trl":
             return list(_apart(exports.trl_rollouts(samples) | {"reward": [sample.reward for sample in samples]}))
@@ -46,10 +51,12 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
         case "slime" | "miles":
             # Miles reads supports from a field of its own.
             sampling_mask = dict if trainer == "miles" else None
-            return [
+            rows = [
                 exports.slime_sample(sample, n, numbers[groups[n]], sampling_mask=sampling_mask)
                 for n, sample in enumerate(samples)
             ]
+            replays.refuse_supports_in_some(rows)
+            return rows
         case "nemo-rl":
             indices = [numbers[group] for group in groups]
             return [exports.nemo_rl_datum(*pair, tensors=False) for pair in zip(samples, indices, strict=True)]
@@ -60,6 +67,28 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
         case "agent-lightning":
             return [triplet for sample in samples for triplet in exports.agent_lightning_triplets(sample)]
     raise InvalidRequest(f"{trainer!r} has no row format; use its function in `tokentape.training.exports`", "trainer")
+
+
+def _refuse_several_runs(trainer: str, samples: Sequence[Sample]) -> None:
+    """Raise `InvalidRequest` for rows of several adapters, or of several temperatures if the trainer divides by one."""
+    policies = {
+        f"adapter {adapter!r}" if adapter else "the model itself": sample.session_id
+        for sample in samples
+        for (_, start, end), adapter in zip(sample.completions(), sample.adapters, strict=False)
+        if sample.loss_mask[start:end].any()
+    }
+    about = TRAINERS.get(trainer)
+    sessions = {}
+    if about is not None and about.setting is not None:
+        sessions = {f"temperature {temperature([sample], trainer):g}": sample.session_id for sample in samples}
+    for names in (policies, sessions):
+        if len(names) > 1:
+            sampled = ", ".join(f"{name} (session {session!r})" for name, session in sorted(names.items()))
+            raise InvalidRequest(
+                f"a run of {trainer} computes logprobs of one policy at one temperature; these samples are of "
+                f"{sampled}: write a file for each, with --session",
+                "session",
+            )
 
 
 def accepted_rows(
@@ -98,7 +127,9 @@ def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parqu
         {name: json.dumps(value) if isinstance(value, dict) else value for name, value in json.loads(line).items()}
         for line in lines
     ]
-    pq.write_table(pa.Table.from_pylist(plain), file)
+    # `from_pylist` takes only the columns of the first row.
+    names = dict.fromkeys(name for row in plain for name in row)
+    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in plain]), file)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -30,6 +30,11 @@ from tokentape.types import Provenance
 Decode = Callable[[Sequence[int]], str]
 
 
+def group_or_session(sample: Sample) -> str:
+    """Return the sample's group, or its session if it has none. A group's name can be empty."""
+    return sample.session_id if sample.group is None else sample.group
+
+
 def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the result of a TRL `rollout_func`: lists of `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`.
 
@@ -132,7 +137,7 @@ def verl_data_proto(
         "response_mask": joined(np.int64, 0, lambda sample: sample.loss_mask)[:, wide:],
         "rollout_log_probs": joined(np.float32, 0, lambda sample: sample.logprobs)[:, wide:],
     }
-    uids = [sample.group or sample.session_id for sample in samples]
+    uids = [group_or_session(sample) for sample in samples]
     # verl's keys consist of a prompt, a session and an output.
     numbers = {name: n for n, name in enumerate(dict.fromkeys(sample.session_id for sample in samples))}
     keys = [f"{uids[n]}_{numbers[sample.session_id]}_{n}" for n, sample in enumerate(samples)]
@@ -298,7 +303,7 @@ def skyrl_generator_output(
             "samples of several sessions are interleaved; pass the samples of each session together", "samples"
         )
     repetitions: dict[str, dict[str, int]] = {}
-    groups = [sample.group or sample.session_id for sample in samples]
+    groups = [group_or_session(sample) for sample in samples]
     for group, session in zip(groups, sessions, strict=True):
         repetitions.setdefault(group, {}).setdefault(session, len(repetitions[group]))
     ended = all(sample.truncated is not None for sample in samples)
