@@ -493,7 +493,7 @@ def test_logprobs_of_other_tokens_are_refused_if_alternatives_show_them(server: 
         for report in reports:
             report["token_logprobs"] = [next(shifted) for _ in report["token_logprobs"]]
 
-    with pytest.raises(EngineContractError, match="-0.5000 for it among the alternatives"):
+    with pytest.raises(EngineContractError, match=r"-0\.5000 for it among the alternatives"):
         open_and_sample(server, replace(PARAMS, top_logprobs=2), stream=stream, answer=tampered(shift))
 
 
