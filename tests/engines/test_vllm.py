@@ -473,7 +473,8 @@ def test_opening_identifies_the_server(server: FakeVllm) -> None:
     ],
 )
 def test_logprobs_mode_is_determined_with_top_k_1(server: FakeVllm, alternatives: dict[str, float], mode: str) -> None:
-    server.answer = tampered(lambda e: first(e)["logprobs"].update(top_logprobs=[alternatives]))
+    logprobs = {"top_logprobs": [alternatives], "token_logprobs": [alternatives["token_id:11"]]}
+    server.answer = tampered(lambda e: first(e)["logprobs"].update(logprobs))
 
     async def main() -> str:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
@@ -481,6 +482,19 @@ def test_logprobs_mode_is_determined_with_top_k_1(server: FakeVllm, alternatives
         return engine.info.logprobs_mode
 
     assert asyncio.run(main()) == mode
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_logprobs_of_other_tokens_are_refused_if_alternatives_show_them(server: FakeVllm, stream: bool) -> None:
+    def shift(events: list[dict[str, Any]]) -> None:
+        reports = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
+        logprobs = [logprob for report in reports for logprob in report["token_logprobs"]]
+        shifted = iter([*logprobs[1:], logprobs[0]])
+        for report in reports:
+            report["token_logprobs"] = [next(shifted) for _ in report["token_logprobs"]]
+
+    with pytest.raises(EngineContractError, match=r"-0\.5000 for it among the alternatives"):
+        open_and_sample(server, replace(PARAMS, top_logprobs=2), stream=stream, answer=tampered(shift))
 
 
 @pytest.mark.parametrize("stream", [True, False])

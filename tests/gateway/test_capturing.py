@@ -157,6 +157,28 @@ def test_choices_share_one_prompt(turns: Turns, server: RenderingServer) -> None
     assert len(server.begun) == 2
 
 
+def test_every_choice_of_a_drifted_prompt_is_captured_with_drift(
+    turns: Turns, server: RenderingServer, store: SqliteStore
+) -> None:
+    server.rerendering = lambda call, ids: np.where(np.arange(len(ids)) == 3, 5, ids) if call > 1 else ids
+    taken = converse(turns, ["a", "b"], n=2)
+    assert [(turn.parent, turn.fork) for turn in taken[2:]] == [(None, "drift")] * 2
+    verdicts = [trajectory.verdict for trajectory in store.load_session("s").trajectories()]
+    assert verdicts == ["captured", "forked: sibling", *["captured with drift"] * 2]
+
+
+@pytest.mark.parametrize("token_id", [-1, 1 << 20])
+def test_prompt_with_an_id_outside_the_vocabulary_is_refused(
+    turns: Turns, server: RenderingServer, store: SqliteStore, token_id: int
+) -> None:
+    server.rerendering = lambda _, ids: np.append(ids, np.int32(token_id))
+    with pytest.raises(EngineContractError, match=f"returned id {token_id}, but the vocabulary ends at"):
+        converse(turns, ["a"])
+    assert server.ended == len(server.begun)
+    with pytest.raises(NotFound):
+        store.load_session("s")
+
+
 def test_choices_from_different_prompts_are_refused(turns: Turns, server: RenderingServer, store: SqliteStore) -> None:
     server.rerendering = lambda call, ids: ids[call:]
     with pytest.raises(EngineContractError, match="the same messages to different ids"):

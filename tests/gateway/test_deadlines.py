@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -118,6 +119,24 @@ def test_deadline_of_an_early_request_starts_after_the_answer(address: tuple[str
         # This ends uvicorn's wait for another request.
         connection.sendall((HEADERS + b"def")[len(begun) :][:1])
         assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("pipelined", [0, 1, 2])
+def test_request_before_pipelined_ones_learns_that_its_client_left(pipelined: int) -> None:
+    answering, left = threading.Semaphore(0), threading.Semaphore(0)
+
+    async def wait(request: Request) -> PlainTextResponse:
+        while (await request.receive())["type"] != "http.disconnect":
+            answering.release()
+        left.release()
+        return PlainTextResponse()
+
+    with running(Starlette(routes=[Route("/", wait, methods=["POST"])])) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall((HEADERS + b"abc") * (1 + pipelined))
+            assert answering.acquire(timeout=PATIENCE)
+        assert left.acquire(timeout=PATIENCE)
 
 
 OFFER = (

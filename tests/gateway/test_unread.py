@@ -15,6 +15,7 @@ import httpx2
 import numpy as np
 import pytest
 from openai import OpenAI
+from starlette.responses import Response
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, until
@@ -24,7 +25,7 @@ from tokentape.errors import StoreError
 from tokentape.gateway._access import RequestLog
 from tokentape.gateway._app import create_app
 from tokentape.gateway._events import InFlightCall, TurnStarted
-from tokentape.gateway._http import EventStream
+from tokentape.gateway._http import EventStream, send_whole
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
 from tokentape.gateway._session_cache import SessionCache
@@ -355,13 +356,15 @@ def test_completed_retry_removes_the_unread_mark(served: Served) -> None:
     assert len(served.engine.requests) == 1
 
 
-def test_a_stream_is_complete_only_when_its_last_event_was_sent() -> None:
-    async def events() -> Any:
-        yield b"one"
-        yield b"two"
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_reply_is_complete_only_when_its_last_piece_was_sent(streamed: bool) -> None:
+    pieces = [letter * (1 << 16) for letter in (b"a", b"b")]
 
-    async def sent(until_event: bytes) -> bool:
-        stream = EventStream(events(), {}, lambda error: b"")
+    async def events() -> Any:
+        for piece in pieces:
+            yield piece
+
+    async def sent(until_piece: bytes) -> bool:
         left = asyncio.Event()
 
         async def receive() -> Any:
@@ -369,16 +372,19 @@ def test_a_stream_is_complete_only_when_its_last_event_was_sent() -> None:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            if message.get("body") == until_event:
+            if message.get("body") == until_piece:
                 # A client that reads no more: the server waits for room in the socket, then sees it leave.
                 left.set()
                 await asyncio.Event().wait()
 
+        if not streamed:
+            return await send_whole(Response(b"".join(pieces)), {"type": "http"}, receive, send)
+        stream = EventStream(events(), {}, lambda error: b"")
         await stream({"type": "http"}, receive, send)
         return stream.complete
 
-    assert not asyncio.run(sent(b"one"))
-    assert not asyncio.run(sent(b"two"))
+    assert not asyncio.run(sent(pieces[0]))
+    assert not asyncio.run(sent(pieces[1]))
     assert asyncio.run(sent(b"never"))
 
 

@@ -111,6 +111,17 @@ def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest:
     return tuple(pairs[:top])
 
 
+def _check_agreement(ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Alternatives]) -> None:
+    """Raise `EngineContractError` if a sampled id has another log-probability than among its alternatives."""
+    for token_id, logprob, row in zip(ids, logprobs, top, strict=False):
+        for other, reported in row:
+            if other == token_id and abs(reported - logprob) > ROUNDING:
+                raise EngineContractError(
+                    f"the engine reports log-probability {logprob:.4f} for sampled id {token_id}, and {reported:.4f} "
+                    "for it among the alternatives; expected the same number"
+                )
+
+
 def logits_error() -> EngineContractError:
     """Return the error to raise for a log-probability above 0."""
     return EngineContractError(
@@ -249,10 +260,14 @@ class ReceivedTokens:
                 f"the engine sampled {self.tokens} tokens; expected at most {self.params.max_tokens}"
             )
         self.last_id = ids[-1] if ids else self.last_id
+        best = tuple([alternatives(row, most, self.lowest) for row in top]) if most else ()
+        if not self.params.supports:
+            # With supports, SGLang reports alternatives over the whole vocabulary.
+            _check_agreement(ids, usable, best)
         return SampleDelta(
             tuple(ids),
             usable,
-            top_logprobs=tuple([alternatives(row, most, self.lowest) for row in top]) if most else (),
+            top_logprobs=best,
             supports=self._supports(ids, masks) if self.params.supports else (),
         )
 

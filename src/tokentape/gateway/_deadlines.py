@@ -47,6 +47,8 @@ class _DeadlineProtocol(HttpToolsProtocol):
     """Receive timeout of the request that is arriving; None if no request is."""
     _earlier: RequestResponseCycle | None = None
     """The previous request on the connection."""
+    _answered: RequestResponseCycle | None = None
+    """The request that is being answered or was answered last. Pipelined requests wait for it."""
     _kept = 0
     """Bytes received since the parser last completed headers, body data or a request. It may buffer all of them."""
 
@@ -131,9 +133,17 @@ class _DeadlineProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._start_deadline()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._allow(None)
         super().connection_lost(exc)
+        if self._answered is not None:
+            # uvicorn tells only the newest request.
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def _allow(self, seconds: float | None) -> None:
         """Reset the receive timeout; None disables it."""

@@ -34,6 +34,7 @@ from tokentape.gateway._http import (
     parse_json,
     read_as,
     read_json_body,
+    send_whole,
 )
 from tokentape.gateway._keys import (
     IDEMPOTENCY_HEADER,
@@ -151,8 +152,7 @@ class Endpoint:
                     await response(scope, receive, send)
                     complete = response.complete
                     return
-            await response(scope, receive, send)
-            complete = True
+            complete = await send_whole(response, scope, receive, send)
         except InvalidRequest as error:
             error.param = self.dialect.names.get(error.param or "", error.param)
             raise

@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 _log = logging.getLogger("tokentape.gateway")
 _decoder = msgspec.json.Decoder()
 
+_PIECE_BYTES = 1 << 16
+
 _SEARCHED = 1 << 20
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NO_NUMBER = re.compile(rb"-?\b(?:NaN|Infinity)\b")
@@ -309,6 +311,25 @@ class EventStream(Response):
             shown = error if isinstance(error, TokentapeError) else unexpected(error)
             await send({"type": "http.response.body", "body": self._error_event(shown), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def send_whole(response: Response, scope: Scope, receive: Receive, send: Send) -> bool:
+    """Send a response that is not streamed. Return whether the client took it, except for what fits into buffers.
+
+    A large body is sent in pieces, because the server buffers a single piece of any size for a client that reads none.
+    """
+    body = bytes(response.body)
+    if len(body) <= _PIECE_BYTES:
+        await response(scope, receive, send)
+        return True
+    with suppress(ClientLeft), CancelledIfClientLeaves(receive):
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        for start in range(0, len(body), _PIECE_BYTES):
+            piece = body[start : start + _PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+    return False
 
 
 def encode_event(value: Any, name: str | None = None) -> bytes:

@@ -150,7 +150,8 @@ class Recorder:
                 logprobs=np.array(choice.logprobs, dtype=np.float32),
                 finish_reason=choice.finish_reason,
                 stop=choice.stop,
-                fork="sibling" if choice.index else fork,
+                # A cause that lies in the prompt holds for every choice.
+                fork="sibling" if choice.index and prompt.fork is None else fork,
                 sampling={**sampling, **notes} if notes else sampling,
                 engine=engine,
                 weight_version=choice.weight_version,

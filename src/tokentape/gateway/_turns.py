@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
+from tokentape._session.invariants import check_ids
 from tokentape._session.tree import ContinuationPoint, Session
 from tokentape.chat._parse import PlainReader, ReplyParser
 from tokentape.chat._renderer import Renderer
@@ -280,6 +281,7 @@ class Turns:
                 stack.enter_context(self.gate.passed())
                 captured = ServerRenderedCall(self._capture, request)
                 prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
+                check_ids(prompt_ids.tolist(), self.vocab_size)
                 prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
                 sample = captured.sample
             else:
