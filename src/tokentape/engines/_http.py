@@ -20,7 +20,7 @@ import aiohttp
 from aiohttp.connector import Connection
 
 from tokentape.engines._base import Timeouts
-from tokentape.engines._replies import retry_after, safe_name, status_error
+from tokentape.engines._server_errors import retry_after, safe_name, status_error
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 
 MAX_BODY_BYTES = 256 << 20

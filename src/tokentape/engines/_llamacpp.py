@@ -25,7 +25,8 @@ from tokentape.engines._base import BEFORE_GRAMMAR, DISTRIBUTION, EngineInfo, Sa
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import served_cards
 from tokentape.engines._remote import RemoteEngine
-from tokentape.engines._replies import ReceivedTokens, decode, joined, safe_name
+from tokentape.engines._replies import ReceivedTokens, decode, joined
+from tokentape.engines._server_errors import safe_name
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds

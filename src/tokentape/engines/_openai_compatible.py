@@ -16,7 +16,8 @@ from tokentape.engines._base import DISTRIBUTION, SPECULATED, EngineInfo, Sample
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._identity import chosen, served_cards
 from tokentape.engines._remote import RemoteEngine, any_id
-from tokentape.engines._replies import safe_name, whole
+from tokentape.engines._replies import whole
+from tokentape.engines._server_errors import safe_name
 from tokentape.engines._vllm_reply import VllmReply
 from tokentape.errors import InvalidRequest
 from tokentape.types import TokenIds

@@ -17,8 +17,9 @@ import numpy as np
 from tokentape.engines._base import EngineInfo, Images, PromptMedia, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._http import HttpClient, header_value
-from tokentape.engines._replies import DONE, EngineReply, hopeless
+from tokentape.engines._replies import DONE, EngineReply
 from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
+from tokentape.engines._server_errors import hopeless
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds

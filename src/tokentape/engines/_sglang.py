@@ -39,7 +39,8 @@ from tokentape.engines._remote import (
     unique_id,
     version_numbers,
 )
-from tokentape.engines._replies import decode, safe_name, whole
+from tokentape.engines._replies import decode, whole
+from tokentape.engines._server_errors import safe_name
 from tokentape.engines._sglang_reply import SglangReply
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest

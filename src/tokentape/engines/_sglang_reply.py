@@ -10,15 +10,8 @@ import msgspec
 import numpy as np
 
 from tokentape.engines._base import Payload, SampleDelta, WeightSpan
-from tokentape.engines._replies import (
-    Alternatives,
-    EngineReply,
-    Failure,
-    decode,
-    failure_error,
-    finish_reason_of,
-    status_error,
-)
+from tokentape.engines._replies import Alternatives, EngineReply, decode, finish_reason_of
+from tokentape.engines._server_errors import Failure, failure_error, status_error
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason
 

@@ -10,7 +10,7 @@ import msgspec
 
 from tokentape.engines._http import HttpClient
 from tokentape.engines._kinds import engine_class
-from tokentape.engines._replies import UNREADABLE
+from tokentape.engines._server_errors import UNREADABLE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import Message, Tool
 

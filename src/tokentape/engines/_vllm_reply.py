@@ -17,14 +17,8 @@ import msgspec
 import numpy as np
 
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams, WeightSpan
-from tokentape.engines._replies import (
-    UNREADABLE,
-    EngineReply,
-    Failure,
-    decode,
-    failure_error,
-    finish_reason_of,
-)
+from tokentape.engines._replies import EngineReply, decode, finish_reason_of
+from tokentape.engines._server_errors import UNREADABLE, Failure, failure_error
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 

@@ -145,15 +145,9 @@ def routes(gateway: Gateway) -> list[Route]:
 
     page = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "after": WHOLE_NUMBER}
     text, flag = {"type": "string"}, {"type": "boolean"}
-    row_parameters = {
-        "leaf": WHOLE_NUMBER,
-        "verdict": text,
-        "wait_checks": WHOLE_NUMBER,
-        "unread": flag,
-        "format": text,
-    }
+    row_query = {"leaf": WHOLE_NUMBER, "verdict": text, "wait_checks": WHOLE_NUMBER, "unread": flag, "format": text}
     new: dict[str, Any] = {"body": NewSession, "body_required": False, "status": 201}
-    rows: dict[str, Any] = {"media": (JSON, PARQUET), "query": row_parameters}
+    rows: dict[str, Any] = {"media": (JSON, PARQUET), "query": row_query}
     media = "An image in a session as received, or the settings with which it was processed"
     return [
         ApiRoute("POST", "/sessions", create, "Create a session", **new),

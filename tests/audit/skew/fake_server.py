@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tokentape.audit._skew.backends import Backend, SkewChat
 from tokentape.engines._http import HttpClient
-from tokentape.engines._replies import status_error
+from tokentape.engines._server_errors import status_error
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway._serve import running
 
