@@ -242,6 +242,10 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
         yield SkewChat((_user(text),), name=f"user says {name}")
         yield SkewChat(({"role": "system", "content": text}, user), name=f"system says {name}")
         yield SkewChat((system, user, {"role": "assistant", "content": text}, user), name=f"assistant says {name}")
+        yield SkewChat((user, {**grammar.TURNS["reasoning"], "reasoning_content": text}), name=f"reasoning says {name}")
+        said: Message = {**call, "content": text, "tool_calls": [grammar.call(1, {"place": text})]}
+        messages = ({"role": "system", "content": text}, _user(text), said, grammar.result(1, text))
+        yield SkewChat(messages, (grammar.TOOL,), name=f"all say {name}, with tools")
     yield SkewChat(({"role": "developer", "content": "A developerword."}, user), name="developer")
     yield SkewChat((user, {"role": "assistant", "content": None}, user), name="content is None")
     yield SkewChat(({**user, "name": "nameword"},), name="a user with a name")
@@ -259,6 +263,9 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
     typed: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, flags)]}
     yield _called(user, dict(call, content=None), "ok", "call with content None")
     yield _called(user, typed, "true", "booleans and None")
+    function = {"name": strange["function"]["name"], "arguments": {"query": "x"}}
+    named_call: Message = {**call, "tool_calls": [{**grammar.call(1, {}), "function": function}]}
+    yield SkewChat((user, named_call), (strange,), generate=False, name="call of a strange tool")
     for name, arguments in _DATA["arguments"].items():
         calling: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, arguments)]}
         yield _called(user, calling, "ok", f"arguments: {name}")
