@@ -214,7 +214,8 @@ def _of_configs(a: View, b: View) -> Iterator[Effect]:
     for file in (GENERATION, CONFIG):
         ours, theirs = (view.model.docs.get(file) or {} for view in (a, b))
         left, right = _id_set(ours.get("eos_token_id")), _id_set(theirs.get("eos_token_id"))
-        if left != right:
+        repeated = file == CONFIG and frozenset() in (left, right) and _end_ids(a) == _end_ids(b)
+        if left != right and not repeated:
             yield Effect("stop ids", f"{file}: {sorted(left)} and {sorted(right)}")
         for key in ("bos_token_id", "pad_token_id"):
             if None not in (ours.get(key), theirs.get(key)) and ours[key] != theirs[key]:
@@ -223,6 +224,11 @@ def _of_configs(a: View, b: View) -> Iterator[Effect]:
     lacking = [n is not None and len(view.vocabulary) > n for view, n in zip((a, b), rows, strict=True)]
     if lacking[0] != lacking[1]:
         yield Effect("rows", f"{rows[0]} and {rows[1]} for {len(a.vocabulary)} and {len(b.vocabulary)} ids")
+
+
+def _end_ids(view: View) -> frozenset[Any]:
+    files = (view.model.docs.get(file) or {} for file in (CONFIG, GENERATION))
+    return frozenset(token_id for doc in files for token_id in _id_set(doc.get("eos_token_id")))
 
 
 def _id_set(value: Any) -> frozenset[Any]:

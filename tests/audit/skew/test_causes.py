@@ -129,6 +129,31 @@ def test_another_end_token_in_the_configuration_is_found() -> None:
     assert "eos_token is <|im_end|> in A and <|endoftext|> in B" in kinds["special tokens"].cause
 
 
+@pytest.mark.parametrize(
+    ("files", "same"),
+    [
+        ({"generation_config.json": [5, 3]}, True),
+        ({"config.json": [5]}, False),
+        ({"config.json": [5, 3], "generation_config.json": None}, False),
+        ({"config.json": [5, 3]}, True),
+    ],
+)
+def test_end_tokens_that_one_of_two_files_repeats_are_no_skew(
+    tmp_path: Path, files: dict[str, list[int] | None], same: bool
+) -> None:
+    sides = []
+    both: dict[str, list[int] | None] = {"config.json": [3, 5], "generation_config.json": [3, 5]}
+    for name, listed in (("a", both), ("b", files)):
+        folder = shutil.copytree(MODEL, tmp_path / name)
+        for file in both:
+            (folder / file).unlink()
+        for file, ids in listed.items():
+            (folder / file).write_text(json.dumps({"eos_token_id": ids}))
+        sides.append(open_json(name, folder, BackendOptions()))
+    found = configuration_findings(sides[0].facts, sides[1].facts)
+    assert {finding.kind for finding in found} == (set() if same else {"stop ids"})
+
+
 @pytest.mark.parametrize("name", ["truncation", "padding"])
 def test_another_order_of_keys_is_the_same_truncation_and_padding(name: str) -> None:
     setting = {"direction": "Right", "max_length": 512}

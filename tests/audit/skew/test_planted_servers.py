@@ -140,6 +140,23 @@ def two_calls(chat: SkewChat) -> SkewChat:
     return replace(chat, messages=tuple(cut))
 
 
+def renamed(one: Any) -> Any:
+    named = _has(one, "arguments") and _has(one, "name")
+    return {**one, "name": one["name"].replace("-", "_")} if named else one
+
+
+def stripped(one: Any) -> Any:
+    return {**one, "reasoning_content": one["reasoning_content"].strip()} if _has(one, "reasoning_content") else one
+
+
+def filled(one: Any) -> Any:
+    return {**one, "content": one["content"] or "None"} if _has(one, "tool_call_id") else one
+
+
+def sent(change: Callable[[Any], Any]) -> Callable[[SkewChat], SkewChat]:
+    return lambda chat: replace(chat, messages=tuple(everywhere(change, chat.messages)))
+
+
 TOOLS, CALLS = "tool definitions are written differently", "arguments of tool calls are written differently"
 
 
@@ -155,8 +172,24 @@ TOOLS, CALLS = "tool definitions are written differently", "arguments of tool ca
         (lambda chat: replace(chat, tools=chat.tools[:5]), ""),
         (lambda chat: replace(chat, messages=chat.messages[-20:]), ""),
         (contents(lambda text: text.replace("\u200d", "")), ""),
+        (sent(renamed), ""),
+        (sent(stripped), ""),
+        (sent(filled), ""),
     ],
-    ids=["$defs", "optional", "1.0", "large", "order", "two calls", "five tools", "twenty messages", "joiners"],
+    ids=[
+        "$defs",
+        "optional",
+        "1.0",
+        "large",
+        "order",
+        "two calls",
+        "five tools",
+        "twenty messages",
+        "joiners",
+        "names",
+        "reasoning",
+        "empty results",
+    ],
 )
 def test_a_server_that_changes_what_agents_send_is_found(change: Callable[[SkewChat], SkewChat], said: str) -> None:
     """Each was clean: no conversation had such schemas, arguments, calls, results, numbers or characters."""

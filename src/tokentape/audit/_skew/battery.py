@@ -19,7 +19,7 @@ from jinja2 import nodes
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends import Backend, SkewChat, with_text_arguments
 from tokentape.audit._skew.backends.spec import without_marks
-from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, lacking_merges, part_of
+from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.chat._template import ChatTemplate, parse_template
@@ -139,8 +139,8 @@ def _text(piece: str, *, byte_level: bool) -> str:
 def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
     """Yield texts in which a merge that moved, or that one side lacks, competes with other merges."""
     byte_level = is_byte_level(a)
-    ours, theirs = ({merge: n for n, merge in enumerate(part_of(spec, "merges"))} for spec in (a, b))
-    lacking = lacking_merges(list(ours), list(theirs))
+    ours, theirs = (dict.fromkeys(applied_merges(tuple(part_of(spec, "merges")))) for spec in (a, b))
+    lacking = [merge for merge in {**ours, **theirs} if merge not in ours or merge not in theirs]
     common = ([merge for merge in ranks if merge in others] for ranks, others in ((ours, theirs), (theirs, ours)))
     moved = [merge for pair in zip(*common, strict=True) if pair[0] != pair[1] for merge in pair]
     for merge in islice(dict.fromkeys([*lacking, *moved]), _MOST_MERGES):
@@ -159,7 +159,7 @@ def _competing_texts(spec: Spec) -> Iterator[str]:
     """Yield texts in which a merge competes for a piece with the rivals nearest in rank, which it would pass first."""
     byte_level = is_byte_level(spec)
     at_piece: dict[str, tuple[list[Merge], list[Merge]]] = {}
-    applied = [merge for merge in applied_merges(part_of(spec, "merges")) if len(merge) == 2]
+    applied = [merge for merge in applied_merges(tuple(part_of(spec, "merges"))) if len(merge) == 2]
     ranks: dict[Merge, int] = {merge: rank for rank, merge in enumerate(applied)}
     for merge in ranks:
         for piece, begins in ((merge[1], 0), (merge[0], 1)):
@@ -242,6 +242,10 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
         yield SkewChat((_user(text),), name=f"user says {name}")
         yield SkewChat(({"role": "system", "content": text}, user), name=f"system says {name}")
         yield SkewChat((system, user, {"role": "assistant", "content": text}, user), name=f"assistant says {name}")
+        yield SkewChat((user, {**grammar.TURNS["reasoning"], "reasoning_content": text}), name=f"reasoning says {name}")
+        said: Message = {**call, "content": text, "tool_calls": [grammar.call(1, {"place": text})]}
+        messages = ({"role": "system", "content": text}, _user(text), said, grammar.result(1, text))
+        yield SkewChat(messages, (grammar.TOOL,), name=f"all say {name}, with tools")
     yield SkewChat(({"role": "developer", "content": "A developerword."}, user), name="developer")
     yield SkewChat((user, {"role": "assistant", "content": None}, user), name="content is None")
     yield SkewChat(({**user, "name": "nameword"},), name="a user with a name")
@@ -259,6 +263,9 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
     typed: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, flags)]}
     yield _called(user, dict(call, content=None), "ok", "call with content None")
     yield _called(user, typed, "true", "booleans and None")
+    function = {"name": strange["function"]["name"], "arguments": {"query": "x"}}
+    named_call: Message = {**call, "tool_calls": [{**grammar.call(1, {}), "function": function}]}
+    yield SkewChat((user, named_call), (strange,), generate=False, name="call of a strange tool")
     for name, arguments in _DATA["arguments"].items():
         calling: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, arguments)]}
         yield _called(user, calling, "ok", f"arguments: {name}")

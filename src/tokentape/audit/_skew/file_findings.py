@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import jinja2
 
-from tokentape.audit._model_files import CONFIG, MAX_LENGTH, ROWS, SAMPLED, unlike
+from tokentape.audit._model_files import CONFIG, CONFIG_FILES, MAX_LENGTH, ROWS, SAMPLED, unlike
 from tokentape.audit._skew.backends import Ability, Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.causes import SAME_FILES, TextCauses
@@ -24,6 +24,7 @@ _ROWS_FIX = "Use the weights' own config.json. If the embedding was resized, eve
 _SURPLUS_FIX = "Never sample them: mask their logits, and check sampled ids."
 _ABILITY: Mapping[str, Ability] = {"post_processor": "special"}
 _SIDES = "AB"
+_END = " eos_token_id"
 
 
 def file_findings(
@@ -196,13 +197,22 @@ def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     for key, (a_value, b_value) in unlike(a.configuration, b.configuration).items():
         if key == ROWS:
             continue
-        ends = key.endswith((" eos_token_id", " stop_strings"))
+        if key.endswith(_END) and None in (a_value, b_value) and _end_ids(a) == _end_ids(b):
+            continue
+        ends = key.endswith((_END, " stop_strings"))
         are_ids = all(map(_is_number, (*(a_value or ()), *(b_value or ()))))
         if ends or key.endswith(SAMPLED) or " forced_" in key or None not in (a_value, b_value) or not are_ids:
             cause = f"{key} is {_listed(a_value)} in A and {_listed(b_value)} in B" + (
                 ": turns end at different tokens" if ends else ""
             )
             yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)
+
+
+def _end_ids(side: BackendFacts) -> tuple[Any, set[str]]:
+    """Return the ids at which transformers ends turns, and those of all files, at which some servers end them."""
+    listed = [(side.configuration or {}).get(name + _END) for name in CONFIG_FILES]
+    # transformers reads config.json only if there is no generation_config.json.
+    return listed[CONFIG_FILES[1] in side.files], {str(number) for ids in listed for number in ids or ()}
 
 
 def _listed(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -256,22 +257,37 @@ def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
 
 
 def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
-    """Return True if both lists are equal, except for merges that only one list has and that never apply."""
-    common = {*ours} & {*theirs}
-    alike = [merge for merge in ours if merge in common] == [merge for merge in theirs if merge in common]
-    return alike and not lacking_merges(ours, theirs)
+    """Return True if both lists are proven to encode every text equally.
+
+    They are if they apply the same merges, and merges that share no piece are all that changed places. The second holds
+    if no merge comes before one that makes its pieces: then each merge is applied everywhere before the next one.
+    """
+    applied = applied_merges(tuple(ours)), applied_merges(tuple(theirs))
+    if applied[0] == applied[1]:
+        return True
+    of_pieces = [_merges_of_pieces(merges) for merges in applied]
+    return of_pieces[0] == of_pieces[1] and all(
+        "".join(later) != piece or "".join(earlier) == piece
+        for piece, merges in of_pieces[0].items()
+        for earlier, later in pairwise(merges)
+    )
 
 
-def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge]:
-    """Return the merges that only one list has and that can apply in it."""
-    pairs = (({*other}, own, _ranks(own)) for own, other in ((ours, theirs), (theirs, ours)))
-    return [merge for others, own, ranks in pairs for merge in own if merge not in others and _applied(merge, ranks)]
+def _merges_of_pieces(merges: Iterable[Merge]) -> dict[str, list[Merge]]:
+    """Return the merges that make or use each piece, in their order."""
+    of_pieces: dict[str, list[Merge]] = {}
+    for merge in merges:
+        for piece in {*merge, "".join(merge)}:
+            of_pieces.setdefault(piece, []).append(merge)
+    return of_pieces
 
 
-def applied_merges(merges: Sequence[Merge]) -> list[Merge]:
-    """Return the merges of a list that can apply in some text, each once, in their order."""
-    ranks = _ranks(merges)
-    return [merge for merge in dict.fromkeys(merges) if _applied(merge, ranks)]
+@lru_cache(4)
+def applied_merges(merges: tuple[Merge, ...]) -> list[Merge]:
+    """Return the merges of a list that can apply in some text, each once, in the order in which they apply."""
+    # `tokenizers` gives a merge that is listed twice its last place.
+    ranks = {merge: rank for rank, merge in enumerate(merges)}
+    return [merge for merge in sorted(ranks, key=ranks.__getitem__) if _applied(merge, ranks)]
 
 
 def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) -> bool:
@@ -280,11 +296,7 @@ def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) ->
         return False
     long = {token for token in model["vocab"] if len(token) > 1}
     # Looking up merge results is fast, and decides most cases.
-    return long <= {"".join(merge) for merge in merges} and long <= {*map("".join, applied_merges(merges))}
-
-
-def _ranks(merges: Sequence[Merge]) -> dict[Merge, int]:
-    return {merge: rank for rank, merge in reversed(list(enumerate(merges)))}
+    return long <= {"".join(merge) for merge in merges} and long <= {*map("".join, applied_merges(tuple(merges)))}
 
 
 def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
