@@ -110,6 +110,19 @@ def test_session_of_another_key_is_a_conflict(renderer: Renderer, tmp_path: Path
             bob.session("mine")
 
 
+def test_an_admin_key_reads_the_session_of_another_key(renderer: Renderer, tmp_path: Path) -> None:
+    keys = {name: f"{name}-0123456789abcdef" for name in ("alice", "root")}
+    turns = Turns(ScriptedEngine(renderer, []), renderer, SqliteStore.open(tmp_path))
+    with running(
+        create_app(turns, model_id="tiny", keys=Keys({"alice": keys["alice"]}, {"root": keys["root"]}))
+    ) as url:
+        with tokentape.Client(url, api_key=keys["alice"]) as alice:
+            own_key = alice.session("mine").api_key
+        with tokentape.Client(url, api_key=keys["root"]) as root:
+            assert root.session("mine").api_key == own_key
+            assert not root.session("mine").info().turns
+
+
 def test_unknown_session_is_an_error_and_is_not_created(client: tokentape.Client) -> None:
     talk(client.session("known").base_url)
     assert len(client.existing_session("known").trajectories()) == 1

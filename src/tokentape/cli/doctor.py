@@ -162,7 +162,8 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
             SqliteStore.open(directory, read_only=True).close()
         yield CheckResult("data", "ok", detail)
     except StoreLocked as error:
-        yield CheckResult("data", "warn", str(error), "This is fine if that process is the gateway.")
+        # Without the advice for commands that have to write.
+        yield CheckResult("data", "warn", str(error).partition(";")[0], "This is fine if that process is the gateway.")
     except (TokentapeError, OSError) as error:
         yield CheckResult("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
     free = shutil.disk_usage(there).free

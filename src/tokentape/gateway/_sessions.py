@@ -53,8 +53,8 @@ class NewSession(Struct, forbid_unknown_fields=True):
     default: dict[str, Any] | None = None
     """Sampling parameters for calls that don't set them."""
     exist_ok: bool = False
-    """If the caller already has a session with this id, return it instead of a conflict, unless `metadata`, `pin` or
-    `default` are given and differ."""
+    """If the caller sees a session with this id, return it instead of a conflict, unless `metadata`, `pin` or `default`
+    are given and differ."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -81,7 +81,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
         async def existing() -> SessionInfo | None:
             with suppress(NotFound):
-                found = (await turns.session(session_id, caller.owner)).info
+                found = (await turns.session(session_id, caller.sees)).info
                 return found if any_metadata or found.metadata == metadata else None
             return None
 
@@ -96,7 +96,7 @@ def routes(gateway: Gateway) -> list[Route]:
                 if info is None:
                     raise
         request_log(request).session_id = session_id
-        key = gateway.keys.session_key(caller.owner, session_id)
+        key = gateway.keys.session_key(info.owner, session_id)
         return json_response({**_info(info), "api_key": key}, status, {"Location": f"/sessions/{session_id}"})
 
     async def show_all(request: Request) -> Response:
