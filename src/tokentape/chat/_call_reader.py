@@ -21,8 +21,8 @@ from tokentape.types import Tool
 _LONGEST_DELIMITER = 300
 _FAR = 10_000
 _MOST_FAR = 16
-"""How many calls may be followed for more than `_FAR` characters in vain. Later ones end where the next begins:
-following each of thousands of calls that a model in a loop leaves open takes time quadratic in the text."""
+"""How many unclosed calls may be read for more than `_FAR` characters. Later calls end where the next one begins: if a
+model in a loop leaves thousands open, reading each of them to the end takes time quadratic in the text."""
 
 
 class CallReader:

@@ -141,7 +141,7 @@ class _DeadlineProtocol(HttpToolsProtocol):
         self._allow(None)
         super().connection_lost(exc)
         if self._answered is not None:
-            # uvicorn tells only the newest request.
+            # uvicorn notifies only the newest request.
             self._answered.disconnected = True
             self._answered.message_event.set()
 

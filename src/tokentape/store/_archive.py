@@ -175,7 +175,7 @@ def archive_sessions(
         )
     for snapshot in Snapshots(store).all(None):
         if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
-            # It is left over from an interrupted run, whose sessions are still in the record.
+            # It is left over from an interrupted run. Its sessions are still in the record.
             client.release(snapshot.snapshot_id)
             if _run_name(snapshot) in set(begun) - set(finished):
                 folder.rm(_run_name(snapshot), recursive=True)
