@@ -20,7 +20,7 @@ from tokentape.types import Tool
 
 _LONGEST_DELIMITER = 300
 _FAR = 10_000
-_MOST_FAR = 16
+_MOST_READ_FAR = 16
 """How many unclosed calls may be read for more than `_FAR` characters. Later calls end where the next one begins: if a
 model in a loop leaves thousands open, reading each of them to the end takes time quadratic in the text."""
 
@@ -73,7 +73,9 @@ class CallReader:
         self._another = re.compile(any_of(begins))
         broken_ends = [*pieces(syntax.close), *pieces(syntax.section_close), *begins]
         self._broken_end = re.compile(any_of(piece for piece in broken_ends if not _is_within(syntax, piece)))
-        self._start = self._seek = self._far = 0
+        self._start = self._seek = 0
+        self._read_far = 0
+        """The number of unclosed calls that were read for more than `_FAR` characters."""
         self._body: BodyReader | None = None
 
     def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
@@ -103,7 +105,7 @@ class CallReader:
             self._start = self._seek = start if start > position or self.bare else position + 1
             self._body = body_reader(self._syntax, self._tools, text, start)
         within = text
-        if self._far >= _MOST_FAR and (another := self._another.search(text, self._start)):
+        if self._read_far >= _MOST_READ_FAR and (another := self._another.search(text, self._start)):
             within = text[: another.start()]
         body = self._body.read(within, over=over) if self._body is not None else None
         if body is None and not final:
@@ -115,7 +117,7 @@ class CallReader:
         if call is not None:
             self._body = None
             followed = body.position if isinstance(body, Broken) else len(within)
-            self._far += not isinstance(body, ReadCall) and followed - self._start > _FAR
+            self._read_far += not isinstance(body, ReadCall) and followed - self._start > _FAR
         return call
 
     def skip_between(self, text: str, position: int, *, final: bool) -> tuple[int, bool] | None:

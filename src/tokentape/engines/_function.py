@@ -141,7 +141,7 @@ class FunctionEngine:
             raise EngineUnavailable("the engine is closed; create a new one")
 
     async def close(self) -> None:
-        """Refuse further calls. This does not stop the inference engine that the function calls: the trainer owns it."""
+        """Refuse further calls. The inference engine that the function calls keeps running: the trainer owns it."""
         self._closed = True
 
 
