@@ -497,6 +497,18 @@ def test_logprobs_of_other_tokens_are_refused_if_alternatives_show_them(server: 
         open_and_sample(server, replace(PARAMS, top_logprobs=2), stream=stream, answer=tampered(shift))
 
 
+def test_a_contradiction_below_the_requested_alternatives_is_refused(server: FakeVllm) -> None:
+    """VLLM reports one alternative more, so that the sampled id is among them."""
+
+    def contradict(events: list[dict[str, Any]]) -> None:
+        report = finishing(events)["logprobs"]
+        report["top_logprobs"] = [{"token_id:99": -0.6, name: -1.0} for name in report["tokens"]]
+        report["token_logprobs"] = [-2.0 for _ in report["tokens"]]
+
+    with pytest.raises(EngineContractError, match=r"-2\.0000 for sampled id .*, and -1\.0000 for it"):
+        open_and_sample(server, replace(PARAMS, top_logprobs=1), stream=False, answer=tampered(contradict))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_alternatives_without_the_sampled_id_are_refused(server: FakeVllm, stream: bool) -> None:
     def other(events: list[dict[str, Any]]) -> None:

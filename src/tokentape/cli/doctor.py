@@ -163,7 +163,9 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
         yield CheckResult("data", "ok", detail)
     except StoreLocked as error:
         # Without the advice for commands that have to write.
-        yield CheckResult("data", "warn", str(error).partition(";")[0], "This is fine if that process is the gateway.")
+        yield CheckResult(
+            "data", "warn", str(error).partition("; if ")[0], "This is fine if that process is the gateway."
+        )
     except (TokentapeError, OSError) as error:
         yield CheckResult("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
     free = shutil.disk_usage(there).free

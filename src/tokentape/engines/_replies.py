@@ -96,15 +96,14 @@ def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest:
     return tuple(pairs[:top])
 
 
-def _check_agreement(ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Alternatives]) -> None:
-    """Raise `EngineContractError` if a sampled id has another log-probability than among its alternatives."""
-    for token_id, logprob, row in zip(ids, logprobs, top, strict=False):
-        for other, reported in row:
-            if other == token_id and abs(reported - logprob) > ROUNDING:
-                raise EngineContractError(
-                    f"the engine reports log-probability {logprob:.4f} for sampled id {token_id}, and {reported:.4f} "
-                    "for it among the alternatives; expected the same number"
-                )
+def _check_agreement(token_id: int, logprob: float, reported: Sequence[tuple[int, float | None]]) -> None:
+    """Raise `EngineContractError` if a sampled id has another log-probability among all reported alternatives."""
+    among = dict(reported).get(token_id)
+    if among is not None and abs(among - logprob) > ROUNDING:
+        raise EngineContractError(
+            f"the engine reports log-probability {logprob:.4f} for sampled id {token_id}, and {among:.4f} for it among "
+            "the alternatives; expected the same number"
+        )
 
 
 def logits_error() -> EngineContractError:
@@ -169,9 +168,9 @@ class ReceivedTokens:
             )
         self.last_id = ids[-1] if ids else self.last_id
         best = tuple([alternatives(row, most, self.lowest) for row in top]) if most else ()
-        if not self.params.supports:
-            # With supports, SGLang reports alternatives over the whole vocabulary.
-            _check_agreement(ids, usable, best)
+        # With supports, SGLang reports alternatives over the whole vocabulary.
+        for row in zip(ids, usable, top if best and not self.params.supports else (), strict=False):
+            _check_agreement(*row)
         return SampleDelta(
             tuple(ids),
             usable,

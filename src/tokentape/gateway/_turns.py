@@ -281,7 +281,7 @@ class Turns:
                 stack.enter_context(self.gate.passed())
                 captured = ServerRenderedCall(self._capture, request)
                 prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
-                check_ids(prompt_ids.tolist(), self.vocab_size)
+                check_ids([int(prompt_ids.min()), int(prompt_ids.max())] if len(prompt_ids) else [], self.vocab_size)
                 prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
                 sample = captured.sample
             else:

@@ -174,12 +174,13 @@ def archive_sessions(
             "to",
         )
     for snapshot in Snapshots(store).all(None):
-        if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
+        name = _run_name(snapshot)
+        if snapshot.state == "held" and (snapshot.owner == owner or name in begun):
             # It is left over from an interrupted run. Its sessions are still in the record.
             client.release(snapshot.snapshot_id)
-            if _run_name(snapshot) in set(begun) - set(finished):
-                folder.rm(_run_name(snapshot), recursive=True)
-        newest = snapshot.snapshot_id if _run_name(snapshot) in finished else newest
+            if name in begun and name not in finished:
+                folder.rm(name, recursive=True)
+        newest = snapshot.snapshot_id if name in finished else newest
     try:
         snapshot_id = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
     except InvalidRequest:

@@ -78,10 +78,10 @@ def _refuse_several_runs(trainer: str, samples: Sequence[Sample]) -> None:
         if sample.loss_mask[start:end].any()
     }
     about = TRAINERS.get(trainer)
-    sessions = {}
+    temperatures = {}
     if about is not None and about.setting is not None:
-        sessions = {f"temperature {temperature([sample], trainer):g}": sample.session_id for sample in samples}
-    for names in (policies, sessions):
+        temperatures = {f"temperature {temperature([sample], trainer):g}": sample.session_id for sample in samples}
+    for names in (policies, temperatures):
         if len(names) > 1:
             sampled = ", ".join(f"{name} (session {session!r})" for name, session in sorted(names.items()))
             raise InvalidRequest(
