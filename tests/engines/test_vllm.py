@@ -251,11 +251,11 @@ def renamed_id(events: list[dict[str, Any]], token_id: int) -> None:
 
 
 WRONG: dict[str, tuple[Tamper, str]] = {
-    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities for"),
-    "an id missing": (lambda e: first(e)["token_ids"].pop(), "expected the same ids"),
-    "an id more": (lambda e: first(e)["token_ids"].append(1), "expected the same ids"),
-    "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "expected the same ids"),
-    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities for 0 ids"),
+    "ids missing": (lambda e: first(e).update(token_ids=None), r"token_ids \(0\)"),
+    "an id missing": (lambda e: first(e)["token_ids"].pop(), "are not the same"),
+    "an id more": (lambda e: first(e)["token_ids"].append(1), "are not the same"),
+    "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "are not the same"),
+    "no logprobs": (lambda e: first(e).update(logprobs=None), r"ids of its log-probabilities \(0\)"),
     "a logprob missing": (lambda e: first(e)["logprobs"]["token_logprobs"].pop(), "log-probabilities for"),
     "a logprob more": (lambda e: first(e)["logprobs"]["token_logprobs"].append(-1.0), "log-probabilities for"),
     "a null logprob": (lambda e: first(e)["logprobs"].update(token_logprobs=[None] * 3), "no usable log-prob"),

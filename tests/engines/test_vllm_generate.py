@@ -312,11 +312,11 @@ def test_masks_unlike_the_ids_are_refused(server: FakeVllm, masks: object) -> No
 
 
 WRONG: dict[str, tuple[Tamper, str]] = {
-    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities for"),
-    "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "expected the same ids"),
-    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities for 0 ids"),
-    "null logprobs": (lambda e: first(e).update(logprobs={"content": None}), "log-probabilities for 0 ids"),
-    "a logprob missing": (lambda e: first(e)["logprobs"]["content"].pop(), "expected the same ids"),
+    "ids missing": (lambda e: first(e).update(token_ids=None), r"token_ids \(0\)"),
+    "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "are not the same"),
+    "no logprobs": (lambda e: first(e).update(logprobs=None), r"ids of its log-probabilities \(0\)"),
+    "null logprobs": (lambda e: first(e).update(logprobs={"content": None}), r"ids of its log-probabilities \(0\)"),
+    "a logprob missing": (lambda e: first(e)["logprobs"]["content"].pop(), "are not the same"),
     "minus infinity": (lambda e: entry(e).update(logprob=-9999.0), "no usable log-prob"),
     "a null logprob": (lambda e: entry(e).update(logprob=None), "no usable log-prob"),
     "logits": (lambda e: entry(e).update(logprob=3.5), "logits"),

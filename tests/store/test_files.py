@@ -155,7 +155,7 @@ def test_a_session_whose_files_cannot_be_removed_stays_and_can_be_deleted_again(
 def test_only_files_of_the_session_are_removed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x")
-    with pytest.raises(StoreCorrupt, match="nothing was deleted"):
+    with pytest.raises(StoreCorrupt, match="was not deleted"):
         files.remove_payloads("s", [str(other)])
     assert other.exists()
 

@@ -47,7 +47,7 @@ def parent_sessions(session: Session) -> set[str]:
 
 
 def roles(session: Session, edges: Iterable[LineageEdge]) -> dict[int, str]:
-    """Return the agent of each turn, one of `ROLES`. Compactions, retries and edits have their origin's."""
+    """Return the agent of each turn, one of `ROLES`. Compactions, retries and edits inherit the agent."""
     by_turn = {edge.turn: edge for edge in edges}
     role_of: dict[int | None, str] = {}
     for turn in session.turns:

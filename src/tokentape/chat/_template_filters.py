@@ -57,7 +57,7 @@ def limited_filters(unlimited: jinja2.Environment) -> dict[str, Any]:
 
 
 def limited_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Jinja's tests (`x is odd`) by name. Those that look at more than a value's type count as steps."""
+    """Return Jinja's tests (`x is odd`) by name. One that reads more than a value's type counts as a step."""
 
     def limited(test: Callable[..., Any], *, of_numbers: bool) -> Callable[..., Any]:
         def limited_test(*values: Any) -> Any:

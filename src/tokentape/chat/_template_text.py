@@ -309,7 +309,7 @@ class TemplateText:
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
         """Raise `TemplateRefused` for a message with a role that this template never renders, such as `developer`.
 
-        It is not an error if the template drops texts for other reasons: the ids should be the template's.
+        It is no error if the template drops texts for other reasons, because the result must have the template's ids.
         """
         with_text = [message for message in plain if _text_count(message)]
         if edged_text_count(edged) >= sum(map(_text_count, with_text)):

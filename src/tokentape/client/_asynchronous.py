@@ -138,7 +138,7 @@ class AsyncClientSession:
         return await self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks, unread=unread))
 
     async def media(self, sha256: str) -> bytes:
-        """Return an image in the session as received, or the settings of the image processor."""
+        """Return what the session recorded under this hash: an image as received, or an image processor's settings."""
         return await self._client._send(calls.read_media(self.session_id, sha256))
 
     async def delete(self) -> None:

@@ -252,8 +252,9 @@ class ClientSession:
     def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
         """Set a reward for the session, for one turn, or for the path to a leaf (the last turn of a branch).
 
-        A trajectory's `reward` is its leaf's, else the session's; `turn_rewards` are the rewards of its turns. A later
-        reward replaces an earlier one. Warns if the session has no turns and no metadata, because its id may be wrong.
+        A trajectory's `reward` is the reward of its leaf or, without one, that of the session. Its `turn_rewards` are
+        those of its turns. A later reward replaces an earlier one. Warns if the session has no turns and no metadata,
+        because its id may be wrong.
         """
         calls.pass_on(self._client._send(calls.give_reward(self.session_id, value, turn, leaf)))
 
@@ -290,9 +291,9 @@ class ClientSession:
         return self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks, unread=unread))
 
     def media(self, sha256: str) -> bytes:
-        """Return an image in the session as received, or the settings of the image processor.
+        """Return what the session recorded under this hash: an image as received, or an image processor's settings.
 
-        `Trajectory.media` has the hashes of both.
+        `Trajectory.media` lists the hashes.
         """
         return self._client._send(calls.read_media(self.session_id, sha256))
 
@@ -332,7 +333,7 @@ class ClientSnapshot:
         """Write the contents to a file, check them, flush them to disk, and return their digest.
 
         The format is JSON lines if the file name ends with `.jsonl`, else Parquet. The file gets its name once it is
-        complete and durable. Raises `GatewayUnavailable` if the digest of the contents differs from the gateway's,
+        complete and durable. Raises `GatewayUnavailable` if the contents have another digest than the gateway names,
         and `InvalidRequest` if `path` exists but is not a regular file.
         """
         path = Path(path)
@@ -359,8 +360,8 @@ class ClientSnapshot:
     def confirm(self, digest: str) -> None:
         """Confirm that the contents are stored safely, so that the sessions may be deleted.
 
-        `digest`, which `save` returns, is the SHA-256 of the received contents as JSON lines. Raises `Conflict` if it
-        differs from the gateway's.
+        `digest`, which `save` returns, is the SHA-256 of the received contents as JSON lines. Raises `Conflict` if the
+        gateway has another digest.
         """
         self._client._send(Call("POST", f"{self._path}/confirm", nothing, msgspec.json.encode({"digest": digest})))
 

@@ -123,7 +123,10 @@ class SglangEngine(RemoteEngine):
             params = replace(params, top_logprobs=0)
         rid = unique_id(request_id)
         if media and not self.info.media:
-            raise InvalidRequest("this SGLang server does not accept images: its model or version can't", "prompt_ids")
+            raise InvalidRequest(
+                "this SGLang server does not accept images: its model takes only text, or its version is too old",
+                "prompt_ids",
+            )
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
         # The server repeats each image's placeholder itself, so compare the prompt that it returns.
         sent_prompt = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt

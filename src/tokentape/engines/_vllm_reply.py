@@ -183,8 +183,8 @@ class VllmReply(EngineReply):
                 tops = [[(_token_id(name), logprob) for name, logprob in (row or {}).items()] for row in rows]
         if self.names_ids and named != ids:
             raise EngineContractError(
-                f"the engine returned {len(named)} token_ids and log-probabilities for {len(ids)} ids; expected the "
-                "same ids (return_token_ids needs vLLM 0.10.2 or newer)"
+                f"the reply's token_ids ({len(named)}) and the ids of its log-probabilities ({len(ids)}) are not the "
+                "same; a vLLM older than 0.10.2 returns no token_ids: update it"
             )
         for token_id, top in zip(ids, tops, strict=False):
             if top and all(other != token_id for other, _ in top):

@@ -1,4 +1,4 @@
-"""The choices of one call: sampled concurrently, from a prompt that may be the server's, and parsed as they arrive."""
+"""Sample the choices of one call concurrently, and parse them as they arrive. The server may render the prompt."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class _DeadlineProtocol(HttpToolsProtocol):
             self._allow(self.config.header_seconds)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser like uvicorn, but keep the body of a request that offers an upgrade."""
+        """Feed received bytes to the HTTP parser. Unlike uvicorn, keep the body after an `Upgrade` header."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)

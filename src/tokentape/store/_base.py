@@ -190,7 +190,7 @@ class Store:
     def load_media(self, session_id: str, sha256: str) -> Media:
         """Return an image of a session, or the settings of its image processor, which are recorded like an image.
 
-        Raises `NotFound` if the session has neither with this hash, and `StoreCorrupt` if the stored bytes differ.
+        Raises `NotFound` if the session has neither with this hash, and `StoreCorrupt` if the bytes have another.
         """
         table, of_turn = schema.media, schema.turn_media.c
         referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)

@@ -74,7 +74,8 @@ class PayloadFolder:
     def __init__(self, location: str) -> None:
         """Raise like `open_folder`, and `InvalidRequest` if a URL has a password, which every row would contain."""
         if re.search(r"://[^/@]*:[^/@]*@", location):
-            raise InvalidRequest("the URL has a password, which would be recorded; remove it", "payloads_to")
+            message = "the URL has a password, which would be recorded; remove it, and set it in the environment"
+            raise InvalidRequest(message, "payloads_to")
         self._folder = open_folder(location, "payloads_to")
         self._location = (location if "://" in location else str(Path(location).resolve())).rstrip("/")
 
@@ -117,7 +118,9 @@ def remove_payloads(session_id: str, addresses: Iterable[str]) -> None:
     parts = [address.rpartition("/") for address in addresses]
     for folder, _, name in parts:
         if not name.startswith(_prefix(session_id)):
-            raise StoreCorrupt(f"{folder}/{name} is not a payload of session {session_id!r}; nothing was deleted")
+            raise StoreCorrupt(
+                f"session {session_id!r} was not deleted: its record names another session's file, {folder}/{name}"
+            )
     for folder, _, name in parts:
         try:
             open_folder(folder).rm_file(name)

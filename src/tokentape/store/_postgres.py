@@ -168,7 +168,7 @@ def reading_engine(url: str | URL) -> Engine:
 
 def _writing_engine(url: URL, synchronous: Durability) -> Engine:
     engine = _engine(url, "READ COMMITTED", poolclass=NullPool)
-    # Set per transaction because the connection may be a pooler's. All settings take one round trip.
+    # Set per transaction, because the connection may come from a pooler. All settings take one round trip.
     begin = (
         f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
         f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS}s'; "

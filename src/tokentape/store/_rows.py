@@ -67,7 +67,7 @@ def encode(record: Record) -> tuple[Table, Values]:
         case RecordedReply():
             first, choices = record.turns[0], len(record.turns)
             if record.turns != tuple(range(first, first + choices)):
-                raise InvariantViolation(f"a call's choices must be consecutive turns, not {record.turns}")
+                raise InvariantViolation(f"the turns of a call must have consecutive numbers, not {record.turns}")
             values = {"first_turn": first, "choices": choices}
         case Reward():
             if record.turn is not None and record.leaf is not None:

@@ -103,7 +103,10 @@ def check_rerendered(
 
 
 def _pairs(sessions: Iterable[StoredSession], renderer: Renderer) -> Iterator[tuple[Trajectory, TokenIds | None]]:
-    """Yield branches with the ids of their rendered messages; None if refused by the template, or with images."""
+    """Yield each branch with the ids of its rendered messages.
+
+    The ids are None if the template refuses the messages, or if they contain images.
+    """
     for stored in sessions:
         session = stored.tree()
         for trajectory in stored.trajectories():

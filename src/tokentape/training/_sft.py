@@ -158,7 +158,7 @@ def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Colle
 
 
 def _with_objects(message: Message) -> Message:
-    """Return the message with tool call arguments as objects, because templates would quote strings."""
+    """Return the message with tool call arguments parsed from JSON text: templates write text between quotes."""
     calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
     for call in calls:
         if "arguments" in call["function"]:
@@ -275,7 +275,10 @@ def _starts_after_others(rendered: RenderedConversation) -> dict[int, int] | Non
 
 
 def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
-    """Yield (whether it is the assistant's, first character, last character) for each run of callers' text."""
+    """Yield (is_assistant, first, last) for each run of text that comes from messages, not from the template.
+
+    `first` and `last` are the positions of its first and last character.
+    """
     places = np.flatnonzero(codes != Provenance.TEMPLATE)
     own = codes[places] == Provenance.ASSISTANT
     edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(places)]
@@ -285,7 +288,7 @@ def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
 
 
 def _with_ends(rendered: RenderedConversation, starts: dict[int, int]) -> list[AssistantSpan]:
-    """Return the spans of turns through the token that ends them, or without one, through the closing text."""
+    """Return the spans of turns. A span includes the token that ends its turn, or else the text that closes it."""
     renderer, messages, text, codes = rendered.renderer, rendered.messages, rendered.text, rendered.codes
     form, stops = renderer.format(rendered.setup), renderer.stop_ids(rendered.setup)
     ends = [m.end() for m in MARK.finditer(text) if renderer.tokenizer.control_of_mark(m[0]).id in stops]
@@ -308,7 +311,10 @@ def _with_ends(rendered: RenderedConversation, starts: dict[int, int]) -> list[A
 
 
 def _check(rendered: RenderedConversation, spans: Sequence[AssistantSpan], *, whole: bool) -> None:
-    """Raise `TemplateRefused` if spans contain others' text or lack the assistant's; with `whole`, lack any of it."""
+    """Raise `TemplateRefused` if spans contain text of other roles or no text of the assistant.
+
+    With `whole`, also raise if a part of the assistant's text is in no span.
+    """
     own, others = rendered.codes == Provenance.ASSISTANT, np.isin(rendered.codes, _FOREIGN)
     inside = np.zeros(len(rendered.codes), np.bool_)
     for span in spans:

@@ -115,7 +115,7 @@ def accepted_rows(
 
 
 def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parquet: bool = False) -> None:
-    """Write rows as JSON lines, or as Parquet with JSON text for objects. Bytes become base64 text."""
+    """Write rows as JSON lines or as Parquet. Both contain bytes as base64 text; Parquet has objects as JSON text."""
     lines = map(_line, rows)
     if not parquet:
         file.writelines(f"{line}\n".encode() for line in lines)

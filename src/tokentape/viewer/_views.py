@@ -97,7 +97,7 @@ def tree(view: SessionView) -> dict[str, Any]:
 
 
 def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> list[Any] | None:
-    """Return the alternatives of each sampled token of a turn, as [id, logprob, text]; None if not recorded."""
+    """Return the recorded alternatives of each sampled token of a turn, as [id, logprob, text], or None."""
 
     def text(token_id: int) -> str | None:
         try:

@@ -139,7 +139,7 @@ def compare(
     """Find every difference between two sequences of ids.
 
     `provenance` has the `Provenance` code of each expected token, `recorded_provenance` that of each recorded token.
-    Without them every difference but an early end is an error, because any token may be the assistant's.
+    Without them, every difference except an early end is an error, because the assistant may have sampled any token.
 
     The differences are complete: replacing each expected range with its recorded ids turns `expected` into
     `recorded`. Time is linear in the lengths and quadratic in what differs, within `RESOLUTION` and `SEGMENTS`.
@@ -189,7 +189,10 @@ class _Sequence:
         )
 
     def source(self, start: int, end: int) -> str | None:
-        """Return the provenance of a stretch: `sampled` if any token is, else the first token's; None if unknown."""
+        """Return `sampled` if any token of a range was sampled, else the provenance of its first token.
+
+        Return None for an empty range, and if these ids have no provenance.
+        """
         if self.provenance is None or start == end:
             return None
         codes = self.provenance[start:end]
