@@ -31,7 +31,7 @@ from tokentape.types import TokenRows, Trajectory
 
 
 @settings(max_examples=examples(50))
-@given(st.lists(drawn_trajectories(), max_size=5))
+@given(st.lists(drawn_trajectories(), max_size=3))
 def test_parquet_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]) -> None:
     path = tmp_path_factory.mktemp("parquet") / "t.parquet"
     assert write_parquet(written, path) == len(written)

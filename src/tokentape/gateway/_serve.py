@@ -16,7 +16,6 @@ from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS, DeadlineConfig
 from tokentape.gateway._limits import Drain
 
-_START_SECONDS = 60.0
 _GRACE_SECONDS = 10
 _KEEP_ALIVE_SECONDS = 75
 """Seconds after which an idle connection is closed. Clients and load balancers must close it first (httpx after 5 s,
@@ -72,7 +71,8 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
         thread = threading.Thread(target=run, name="tokentape-gateway", daemon=True)
         thread.start()
         try:
-            answered.wait(_START_SECONDS)
+            # The first start with a model makes its certificate, which can take minutes on a busy machine.
+            answered.wait()
             server.refuse_unstarted()
             yield url_of(listener)
         finally:
