@@ -159,6 +159,12 @@ def test_commit_during_a_lost_connection_is_recorded_once(
     assert verify(url).ok
 
 
+def test_server_that_does_not_acknowledge_what_was_sent_is_given_up(store: PostgresStore) -> None:
+    with store.reading() as connection:
+        driver: Any = connection.connection.driver_connection
+        assert driver.info.get_parameters()["tcp_user_timeout"] == "25000"
+
+
 def test_unreachable_server_can_be_retried_later() -> None:
     with pytest.raises(StoreUnavailable) as raised:
         PostgresStore.open("postgresql://someone:secret@127.0.0.1:9/runs")

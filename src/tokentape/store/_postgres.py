@@ -201,7 +201,8 @@ def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
 
 _CONNECTION = {
     "connect_timeout": 10,
-    # Give up on a server that does not respond after about 25 s.
+    # Give up on a server that does not respond after about 25 s. Keepalives detect that only if nothing was sent.
+    "tcp_user_timeout": 25_000,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
