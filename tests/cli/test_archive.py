@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Run
 from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat._renderer import Renderer
+from tokentape.client import Client
 from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
@@ -40,6 +42,24 @@ def test_a_gateway_that_has_the_record_open_takes_part(
         done = run("archive", data_dir, "--to", archive, "--delete", "--url", url)
         assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
     assert run("show", data_dir).stdout == ""
+
+
+def test_snapshot_left_at_a_gateway_by_an_interrupted_archive_is_released(
+    run: Run, data_dir: Path, tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, archive = Client.take_snapshot, tmp_path / "archive"
+
+    def die(self: Client, **selection: Any) -> object:
+        take(self, **selection)
+        raise SystemExit(9)
+
+    turns = Turns(ScriptedEngine(renderer, ["hi<|im_end|>"]), renderer, SqliteStore.open(data_dir))
+    with running(create_app(turns, model_id="m")) as url:
+        with monkeypatch.context() as patched:
+            patched.setattr(Client, "take_snapshot", die)
+            assert run("archive", data_dir, "--to", archive, "--delete", "--url", url).exit_code == 9
+        done = run("archive", data_dir, "--to", archive, "--delete", "--url", url)
+    assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
 
 
 @pytest.mark.parametrize("age", ["30", "a day", "-1d", ""])

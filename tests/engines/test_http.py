@@ -242,8 +242,21 @@ def test_refused_connection_is_engine_unavailable() -> None:
 
 
 def test_a_connection_that_drops_before_the_answer_is_unavailable() -> None:
-    with pytest.raises(EngineUnavailable, match="before it answered"):
+    with pytest.raises(EngineUnavailable, match=r"before it answered.*does it speak http\?"):
         call(answering(), post)
+
+
+def test_dropped_connection_of_a_server_that_answered_before_asks_for_another_attempt() -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next(scripts)(reader, writer)
+
+    async def use(client: HttpClient, peer: Peer) -> None:
+        await post(client, peer)
+        await post(client, peer)
+
+    scripts = iter([answering(reply(200, b"ok"), then="keep"), answering()])
+    with pytest.raises(EngineUnavailable, match=r"before it answered.*send the request again"):
+        call(script, use)
 
 
 @pytest.mark.parametrize("then", ["reset", "close"])

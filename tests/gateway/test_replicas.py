@@ -21,7 +21,7 @@ from tests.vocabularies import changed_tokenizer
 from tests.waiting import PATIENCE, calls_of, until
 from tokentape._session.tree import UNREAD, unread_turns
 from tokentape.chat._renderer import Renderer
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, StoreError
 from tokentape.gateway import _pausing as pausing
 from tokentape.gateway._app import create_app
 from tokentape.gateway._limits import Limits
@@ -396,3 +396,51 @@ def test_pause_does_not_wait_for_a_dead_gateway(replicas: list[Replica], monkeyp
     assert httpx2.post(f"{here.url}/engine/pause", json={"timeout": 200}, timeout=PATIENCE).json()["idle"]
     assert time.monotonic() - began >= 3
     assert here.get("/engine")["gateways"] == 2
+
+
+async def fail(*args: Any, **options: Any) -> None:
+    raise StoreError("read-only")
+
+
+def test_gateway_whose_heartbeat_fails_is_not_ready(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    def status(replica: Replica) -> int:
+        return httpx2.get(f"{replica.url}/readyz", timeout=PATIENCE).status_code
+
+    monkeypatch.setattr(pausing, "BEAT_SECONDS", 0.0)
+    here, there = replicas
+    with monkeypatch.context() as patch:
+        patch.setattr(there.store, "transact", fail)
+        until(lambda: status(there) == 503)
+        assert status(here) == 200
+    until(lambda: status(there) == 200)
+
+
+def test_gateway_stops_sampling_while_the_record_does_not_answer(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, gate_state = threading.Event(), pausing.shared.gate_state
+    _, there = replicas
+    there.engine.gate = threading.Event()
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        sampling = pool.submit(there.ask, [QUESTION])
+        assert there.engine.called.wait(PATIENCE)
+        patch.setattr(pausing.shared, "gate_state", lambda record: (answers.wait(PATIENCE), gate_state(record))[1])
+        patch.setattr(pausing, "ALONE_SECONDS", 0.5)
+        try:
+            assert sampling.result(PATIENCE).status_code == 503
+            assert there.get("/engine")["paused"]
+        finally:
+            answers.set()
+    until(lambda: not there.get("/engine")["paused"])
+
+
+def test_gate_stays_closed_while_only_reading_works(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = calls_of(monkeypatch, Gate, "open")
+    with monkeypatch.context() as patch:
+        patch.setattr(pausing, "BEAT_SECONDS", 0.0)
+        patch.setattr(pausing, "ALONE_SECONDS", 0.5)
+        for replica in replicas:
+            patch.setattr(replica.store, "transact", fail)
+        until(lambda: all(replica.get("/engine")["paused"] for replica in replicas))
+        assert not opened.acquire(timeout=1.0)
+    until(lambda: not any(replica.get("/engine")["paused"] for replica in replicas))

@@ -181,6 +181,8 @@ def test_snapshots_belong_to_a_key(engine: SharedEngine, renderer: Renderer, sto
             assert [session["session_id"] for session in take(admin)["sessions"]] == ["s", "o"]
             assert mine.get("/snapshots", headers={"authorization": f"Bearer {own_key}"}).status_code == 403
             assert httpx2.get(f"{url}/snapshots").status_code == 401
+            assert mine.post("/snapshots", json={"owner": "other"}).status_code == 403
+            assert mine.get(f"/snapshots/{take(admin, owner='mine')['snapshot_id']}").status_code == 200
             # The hold is lifted by its owner, or by force of an admin.
             assert mine.delete("/sessions/s?force=true").status_code == 403
             assert admin.delete("/sessions/s").status_code == 409

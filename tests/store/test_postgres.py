@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import NullPool, create_engine, make_url, text
+from sqlalchemy import Connection, NullPool, create_engine, make_url, text
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from tests.postgres import Server
@@ -157,6 +157,21 @@ def test_commit_during_a_lost_connection_is_recorded_once(
     assert bits(stored.turns) == bits(TURNS[:2])
     assert len(stored.rewards) == 1
     assert verify(url).ok
+
+
+def test_connection_that_became_read_only_is_replaced(store: PostgresStore) -> None:
+    def become_read_only(connection: Connection) -> None:
+        connection.exec_driver_sql("SET default_transaction_read_only = on")
+
+    run(store.transact(become_read_only))
+    run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
+    assert len(store.load_session("s").turns) == 1
+
+
+def test_server_that_does_not_acknowledge_what_was_sent_is_given_up(store: PostgresStore) -> None:
+    with store.reading() as connection:
+        driver: Any = connection.connection.driver_connection
+        assert driver.info.get_parameters()["tcp_user_timeout"] == "25000"
 
 
 def test_unreachable_server_can_be_retried_later() -> None:

@@ -64,7 +64,9 @@ class _GatewaySnapshots:
         self._client = client
 
     def take(self, selection: Selection, owner: str) -> int:
-        return self._client.take_snapshot(since=selection.since, idle_seconds=selection.idle_seconds).snapshot_id
+        # With this owner, the snapshot is found and released after an interruption, also before the client has its id.
+        taken = self._client.take_snapshot(since=selection.since, idle_seconds=selection.idle_seconds, owner=owner)
+        return taken.snapshot_id
 
     def drop(self, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
         snapshot = self._client.snapshot(snapshot_id)

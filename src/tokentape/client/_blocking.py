@@ -98,16 +98,19 @@ class Client:
         since: int | None = None,
         idle_seconds: float | None = None,
         metadata: Mapping[str, Any] | None = None,
+        owner: str | None = None,
         wait_checks: int = 10,
     ) -> ClientSnapshot:
         """Take a snapshot of the sessions that match all arguments, by default of all sessions that the key may see.
 
         `since` excludes sessions that have not changed since an earlier snapshot or the snapshots it was based on;
         `idle_seconds` excludes sessions with a turn in the last so many seconds; `metadata` excludes sessions with
-        different values for these keys. The gateway waits up to `wait_checks` seconds for pending bridge checks. Raises
-        `InvalidRequest` if no session matches.
+        different values for these keys. With an admin key, `owner` is the name of the API key that may use the
+        snapshot, by default the caller's own. The gateway waits up to `wait_checks` seconds for pending bridge checks.
+        Raises `InvalidRequest` if no session matches.
         """
-        body: dict[str, Any] = {"since": since, "idle_seconds": idle_seconds, "wait_checks": wait_checks}
+        body: dict[str, Any] = {"since": since, "idle_seconds": idle_seconds, "owner": owner}
+        body["wait_checks"] = wait_checks
         body["session_ids"] = None if session_ids is None else list(session_ids)
         body["metadata"] = None if metadata is None else json_object(metadata, "metadata")
         read, encoded = reader(int, "snapshot_id"), msgspec.json.encode(body)

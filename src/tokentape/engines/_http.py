@@ -84,7 +84,7 @@ class HttpClient:
         """For each session, the last token from llm-d's router, which names the server with the session's cache."""
         self._connector: _Connector | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+        self._closed = self._has_answered = False
 
     @property
     def generation(self) -> int:
@@ -168,10 +168,12 @@ class HttpClient:
         except aiohttp.ClientConnectorError as error:
             raise _unconnected(error) from None
         except aiohttp.ClientError as error:
+            scheme = urlsplit(self._base).scheme
+            todo = "send the request again" if self._has_answered else f"does it speak {scheme}?"
             raise EngineUnavailable(
-                f"the connection to the engine broke before it answered at {path} ({type(error).__name__}); does it "
-                f"speak {urlsplit(self._base).scheme}?"
+                f"the connection to the engine broke before it answered at {path} ({type(error).__name__}); {todo}"
             ) from None
+        self._has_answered = True
         reply = _HttpReply(response, path)
         token = response.headers.get(_SESSION_TOKEN, "")
         if session is not None and 0 < len(token) <= _TOKEN_CHARACTERS:

@@ -124,6 +124,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         gateway.drain.refuse()
         await turns.engine.check()
         turns.store.check()
+        turns.pausing.check()
         return json_response({"status": "ready"})
 
     async def metrics(request: Request) -> Response:

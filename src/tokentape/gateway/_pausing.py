@@ -2,7 +2,7 @@
 
 Each gateway polls the record for the newest gate change, applies it and acknowledges it. The gateway that got the
 request to pause waits until every other gateway has acknowledged the change and has no call in flight. A gateway that
-can't write its heartbeat closes its own gate before the others consider it dead.
+can't write its heartbeat closes its own gate and interrupts its calls before the others consider it dead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from tokentape.errors import EngineUnavailable, StoreError
+from tokentape.errors import EngineUnavailable, StoreError, StoreUnavailable
 from tokentape.gateway._limits import InFlightCounter
 from tokentape.store import Store
 from tokentape.store import _gateways as shared
@@ -121,10 +121,16 @@ class Pausing:
         self._own = GatewayState(uuid.uuid4().hex, beat=0, heard=0, under_way=0)
         self._beat_at = 0.0
         self._alone = False
+        self._failure: StoreError | None = None
 
     @property
     def gateway_id(self) -> str:
         return self._own.gateway_id
+
+    def check(self) -> None:
+        """Raise `StoreError` if the newest attempt to read or write a shared record failed or has not ended in time."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
 
     async def pause(self, *, abort: bool, seconds: float) -> bool:
         """Close the gates, and wait up to `seconds` for calls in flight. Return whether all have ended.
@@ -162,49 +168,59 @@ class Pausing:
             return
         await self._look()
         ended = asyncio.Event()
-        looking = asyncio.create_task(self._look_until(ended))
+        tasks = asyncio.create_task(self._look_until(ended)), asyncio.create_task(self._stop_if_alone(ended))
         try:
             yield
         finally:
-            # Don't cancel the task, because a read in a thread must end before the store is closed.
+            # Don't cancel the tasks, because a read in a thread must end before the store is closed.
             ended.set()
-            await looking
+            await asyncio.gather(*tasks)
             with suppress(StoreError):
                 await self._store.transact(partial(shared.leave, gateway_id=self._own.gateway_id))
 
     async def _look_until(self, ended: asyncio.Event) -> None:
-        while not ended.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), TICK_SECONDS)
-                return
+        async for _ in _ticks(ended):
             try:
                 await self._look()
+                self._failure = None
             except StoreError as error:
-                if not self._alone and time.monotonic() - self._beat_at > ALONE_SECONDS:
-                    _log.error("the shared record can't be reached (%s); calls wait until it is reachable", error.code)
-                    self._alone = True
-                    self._gate.close()
+                self._failure = error
+
+    async def _stop_if_alone(self, ended: asyncio.Event) -> None:
+        """Stop sampling if the heartbeat is late. Another task, because a write to a database can hang."""
+        async for _ in _ticks(ended):
+            if not self._alone and self._late:
+                self._failure = self._failure or StoreUnavailable(f"the record did not answer for {ALONE_SECONDS:g} s")
+                _log.error("no heartbeat was recorded (%s); calls wait until the record answers", self._failure)
+                self._alone = True
+                self._gate.close()
+                await self._interrupt_all()
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() - self._beat_at > ALONE_SECONDS
 
     async def _look(self) -> None:
         """Apply and acknowledge the newest gate change."""
         state = await self._read(shared.gate_state)
-        late = time.monotonic() - self._beat_at > ALONE_SECONDS
-        if state.position != self._own.heard or self._alone or late:
-            if state.closed:
-                self._gate.close()
-                if state.abort and state.position != self._own.heard:
-                    await self._interrupt_all()
-            else:
-                self._gate.adapter_versions = state.adapter_versions
-                self._gate.open(state.weight_version)
-            self._alone = False
+        news, returning = state.position != self._own.heard, self._alone or self._late
+        if state.closed and (news or returning):
+            self._gate.close()
+            if state.abort and news:
+                await self._interrupt_all()
         now = time.monotonic()
         under_way = self._gate.calls.count
-        changed = state.position != self._own.heard or (state.closed and under_way != self._own.under_way)
+        changed = news or (state.closed and under_way != self._own.under_way)
         if changed or now - self._beat_at > BEAT_SECONDS:
             beat = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)
             await self._store.transact(partial(shared.tell, state=beat), claims=frozenset())
             self._own, self._beat_at = beat, now
+        # After the heartbeat, because without one the others don't wait for this gateway's calls.
+        if not state.closed and (news or returning):
+            self._gate.adapter_versions = state.adapter_versions
+            self._gate.open(state.weight_version)
+        if returning:
+            self._alone = False
 
     async def _others_idle(self, until: float) -> bool:
         """Wait until every other gateway has applied the newest gate change and is idle. Return False after `until`."""
@@ -235,3 +251,12 @@ class Pausing:
                 return read(connection)
 
         return await asyncio.to_thread(look)
+
+
+async def _ticks(ended: asyncio.Event) -> AsyncIterator[None]:
+    """Yield every `TICK_SECONDS` until the event is set."""
+    while not ended.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), TICK_SECONDS)
+            return
+        yield

@@ -30,12 +30,16 @@ _CHUNK = 1 << 20
 
 
 class NewSnapshot(Struct, forbid_unknown_fields=True):
-    """Body of a request to take a snapshot. It selects the sessions that match all fields that are set."""
+    """Body of a request to take a snapshot. It selects the sessions that match all fields that are set.
+
+    With an admin key, `owner` is the snapshot's owner, by which `tokentape archive` recognizes its own snapshots.
+    """
 
     session_ids: list[str] | None = None
     since: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     idle_seconds: Annotated[float, Meta(ge=0)] | None = None
     metadata: dict[str, Any] | None = None
+    owner: str | None = None
     wait_checks: Annotated[int, Meta(ge=0, le=60)] = 0
 
 
@@ -63,12 +67,14 @@ def routes(gateway: Gateway) -> list[Route]:
     async def create(request: Request) -> Response:
         caller = asking(request)
         body = await gateway.read(request, NewSnapshot, NewSnapshot())
+        if body.owner is not None and not caller.admin:
+            raise Forbidden("only an admin key can name the owner of a snapshot")
         check_depth(body.metadata or {}, "metadata")
         session_ids = None if body.session_ids is None else tuple(body.session_ids)
         selection = Selection(session_ids, body.since, body.idle_seconds, body.metadata or {})
         await turns.checks.wait(selection.session_ids, body.wait_checks)
         await turns.unread.recorded()
-        snapshot = await snapshots.take(selection, caller.owner, caller.sees)
+        snapshot = await snapshots.take(selection, body.owner or caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
 
     async def show_all(request: Request) -> Response:

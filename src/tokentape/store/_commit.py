@@ -44,7 +44,7 @@ class StoreFailure:
     fatal: bool = False
     """Whether the store can no longer be trusted, so that nothing may be acknowledged until a restart."""
     lost: bool = False
-    """Whether the connection was lost, so that the transaction may or may not have been committed."""
+    """Whether to use a new connection, because this one was lost, maybe after the commit, or is read-only."""
 
     def error(self) -> TokentapeError:
         return self.kind(self.message)
@@ -176,6 +176,7 @@ class CommitQueue:
             self._break(failure)
             return self._refusals(batch)
         if failure.lost:
+            self._connection.invalidate()
             return self._commit_again(batch, failure)
         if len(batch) == 1:
             return [failure.error()]

@@ -141,8 +141,11 @@ _FAILURES = {
     "55P03": StoreFailure(
         StoreUnavailable, f"another gateway has been writing for {LOCK_SECONDS} s; nothing was recorded; try again"
     ),
-    "42501": StoreFailure(StoreError, "the database refuses this user or is read-only (SQLSTATE 42501)"),
-    "25006": StoreFailure(StoreError, "the database refuses this user or is read-only (SQLSTATE 25006)"),
+    "42501": StoreFailure(StoreError, "the database refuses this user (SQLSTATE 42501)"),
+    # After a failover the connection may be to the old primary; a new connection leads to the new one.
+    "25006": StoreFailure(
+        StoreUnavailable, "the database is read-only (SQLSTATE 25006); nothing was recorded; try again", lost=True
+    ),
 }
 
 explained = partial(explaining, explain)
@@ -201,7 +204,8 @@ def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
 
 _CONNECTION = {
     "connect_timeout": 10,
-    # Give up on a server that does not respond after about 25 s.
+    # Give up on a server that does not respond after about 25 s. Keepalives detect that only if nothing was sent.
+    "tcp_user_timeout": 25_000,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
