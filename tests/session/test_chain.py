@@ -22,6 +22,7 @@ from tokentape._session.chain import (
     session_digest,
     turn_digest,
 )
+from tokentape._session.messages import SharedMessages
 from tokentape.errors import InvalidRequest, InvariantViolation
 from tokentape.types import Resume, Setup, TokenDistribution, Turn
 
@@ -229,3 +230,9 @@ def test_array_bytes_read_back_without_a_copy_and_read_only() -> None:
 
 def test_a_view_with_strides_has_the_bytes_of_its_elements() -> None:
     assert array_bytes("added_ids", np.arange(6, dtype=np.int32)[::2]) == struct.pack("<3i", 0, 2, 4)
+
+
+def test_messages_that_sessions_share_have_the_digest_of_equal_messages() -> None:
+    turn = make_turn("session", 0, None)
+    shared = dataclasses.replace(turn, messages=SharedMessages(turn.messages))
+    assert turn_digest(shared, None) == turn_digest(turn, None)

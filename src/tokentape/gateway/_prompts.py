@@ -14,7 +14,8 @@ from msgspec import Struct, field, structs
 from tokentape._canonical import canonical_json, digest_of, json_in_order
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
-from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session, SharedMessages
+from tokentape._session.messages import LazyMessages, SharedMessages
+from tokentape._session.tree import NO_IDS, ContinuationPoint, Session
 from tokentape.chat._call_constraint import CallRule, structural_tag
 from tokentape.chat._certificate import Certificate, Strategy
 from tokentape.chat._certificate_cache import load_or_certify

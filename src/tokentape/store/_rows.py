@@ -19,8 +19,8 @@ from sqlalchemy import Row, Table, Text
 
 from tokentape._canonical import canonical_json, json_in_order
 from tokentape._session.chain import array_bytes, array_from_bytes
+from tokentape._session.messages import SharedMessages
 from tokentape._session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
-from tokentape._session.tree import SharedMessages
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._files import EXTERNAL, ExternalPayload, read_payload
