@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import FROM_BEFORE, SETUP, json_values, make_turn, trees
-from tokentape._canonical import canonical_json, quick_json
+from tokentape._canonical import canonical_json, json_in_order, quick_json, quick_json_in_order
 from tokentape._session.chain import (
     array_bytes,
     array_from_bytes,
@@ -236,3 +236,8 @@ def test_messages_that_sessions_share_have_the_digest_of_equal_messages() -> Non
     turn = make_turn("session", 0, None)
     shared = dataclasses.replace(turn, messages=SharedMessages(turn.messages))
     assert turn_digest(shared, None) == turn_digest(turn, None)
+
+
+@given(value=json_values)
+def test_quick_json_in_order_has_the_value(value: Any) -> None:
+    assert json.loads(quick_json_in_order(value)) == json.loads(json_in_order(value))

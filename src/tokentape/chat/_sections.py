@@ -48,11 +48,12 @@ class Sections:
         Raises `TypeError`, like the twin, if the text is not valid Unicode.
         """
         sections = list(self._cut(text))
-        keys = {section: hashlib.sha256(section.encode("utf-8", "surrogatepass")).digest() for section in sections}
-        cached = {section: self._kept.get(key) for section, key in keys.items()}
-        missing = [section for section, entry in cached.items() if entry is None]
-        encoded = dict(zip(missing, map(_section, self._encoded(missing), map(len, missing)), strict=True))
-        entries = [cached[section] or self._kept.put(keys[section], encoded[section]) for section in sections]
+        keys = [hashlib.sha256(section.encode("utf-8", "surrogatepass")).digest() for section in sections]
+        cached = {key: self._kept.get(key) for key in keys}
+        missing = {key: section for key, section in zip(keys, sections, strict=True) if cached[key] is None}
+        texts = [*missing.values()]
+        encoded = dict(zip(missing, map(_section, self._encoded(texts), map(len, texts)), strict=True))
+        entries = [cached[key] or self._kept.put(key, encoded[key]) for key in keys]
         starts = np.cumsum([0, *map(len, sections[:-1])])
         spans = np.concatenate([own + start for (_, own), start in zip(entries, starts, strict=True)])
         return np.concatenate([ids for ids, _ in entries]), spans
