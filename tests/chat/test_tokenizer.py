@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -167,3 +168,10 @@ def test_folder_that_requires_remote_code_is_refused(tmp_path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))
     with pytest.raises(TokenizerUnusable, match="auto_map"):
         Tokenizer.load(tmp_path)
+
+
+def test_more_control_tokens_than_one_first_surrogate_has_marks_for() -> None:
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    model.add_special_tokens([f"<|{n}|>" for n in range(1100)])
+    tokenizer = Tokenizer(model.to_str().encode(), {})
+    assert tokenizer.encode_marked(tokenizer.mark_controls("<|0|>a<|1099|>")).ids == [1, 0, 1100]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import FROM_BEFORE, SETUP, json_values, make_turn, trees
-from tokentape._canonical import canonical_json, quick_json
+from tokentape._canonical import canonical_json, json_in_order, quick_json, quick_json_in_order
 from tokentape._session.chain import (
     array_bytes,
     array_from_bytes,
@@ -22,6 +22,7 @@ from tokentape._session.chain import (
     session_digest,
     turn_digest,
 )
+from tokentape._session.messages import SharedMessages
 from tokentape.errors import InvalidRequest, InvariantViolation
 from tokentape.types import Resume, Setup, TokenDistribution, Turn
 
@@ -229,3 +230,14 @@ def test_array_bytes_read_back_without_a_copy_and_read_only() -> None:
 
 def test_a_view_with_strides_has_the_bytes_of_its_elements() -> None:
     assert array_bytes("added_ids", np.arange(6, dtype=np.int32)[::2]) == struct.pack("<3i", 0, 2, 4)
+
+
+def test_messages_that_sessions_share_have_the_digest_of_equal_messages() -> None:
+    turn = make_turn("session", 0, None)
+    shared = dataclasses.replace(turn, messages=SharedMessages(turn.messages))
+    assert turn_digest(shared, None) == turn_digest(turn, None)
+
+
+@given(value=json_values)
+def test_quick_json_in_order_has_the_value(value: Any) -> None:
+    assert json.loads(quick_json_in_order(value)) == json.loads(json_in_order(value))

@@ -288,6 +288,13 @@ def test_sessions_loaded_together_equal_those_loaded_alone(store: Store) -> None
     assert [bool(session.columns) for session in store.iter_sessions(together=True)] == [False] * 11
 
 
+def test_an_unknown_session_is_looked_up_with_one_statement(store: Store) -> None:
+    statements: list[str] = []
+    with counted(statements), pytest.raises(NotFound):
+        store.load_session("unknown")
+    assert sum("FROM" in statement for statement in statements) == 1
+
+
 def test_iteration_skips_a_session_deleted_meanwhile(store: Store) -> None:
     write(store, session("a"), session("b"), session("c"))
     iterator = store.iter_sessions()

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape._canonical import canonical_json, digest_of, framed, length_of, quick_json
+from tokentape._session.messages import SharedMessages
 from tokentape.errors import InvariantViolation
 from tokentape.types import TokenDistribution, Turn
 
@@ -98,11 +99,21 @@ def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[dict[str, A
         if value is not None:
             scalars[name] = value
     parent = parent_digest or session_digest(turn.session_id)
-    parts = [_TURN, framed(parent.encode("ascii"), encode(scalars))]
+    parts = [_TURN, framed(parent.encode("ascii"), _with_messages(scalars, encode))]
     for name, head in _HEADS:
         data = array_bytes(name, getattr(turn, name))
         parts += head, length_of(data), data
     return sha256(b"".join(parts)).hexdigest()
+
+
+def _with_messages(scalars: dict[str, Any], encode: Callable[[dict[str, Any]], bytes]) -> bytes:
+    """Return `encode(scalars)`. Messages that sessions share are encoded only once."""
+    messages = scalars["messages"]
+    if not isinstance(messages, SharedMessages):
+        return encode(scalars)
+    before = encode({name: value for name, value in scalars.items() if name < "messages"})
+    after = encode({name: value for name, value in scalars.items() if name > "messages"})
+    return b"".join((before[:-1], b',"messages":', messages.canonical(), b",", after[1:]))
 
 
 @lru_cache(maxsize=256)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
 from tokentape._session.matching import call_ids, chained, history_keys, message_key, reasoning_of, renamed_calls
+from tokentape._session.messages import LazyMessages
 from tokentape.types import Event, Message, SessionInfo, TokenIds, Turn
 
 UNREAD = "unread"
@@ -36,44 +37,6 @@ class ContinuationPoint(Struct, frozen=True):
     """The key for the request's whole history, see `history_keys`."""
     system: bool = False
     """Whether the parent's history has a system or developer message."""
-
-
-class SharedMessages(tuple[Message, ...]):
-    """The first messages of several sessions, which are compressed for the store only once."""
-
-    compressed: bytes | None = None
-
-
-class LazyMessages(Sequence[Message]):
-    """A request's messages, parsed by `read` on first access.
-
-    `tail` contains the last messages, already parsed. `key` is the history key (see `history_keys`) of the messages
-    before them, under the setup with the digest `setup`.
-    """
-
-    def __init__(
-        self, read: Callable[[], Sequence[Message]], tail: Sequence[Message] = (), key: bytes = b"", setup: str = ""
-    ) -> None:
-        self.tail = tail
-        self.key = key
-        self.setup = setup
-        self._read = read
-        self._messages: tuple[Message, ...] | None = None
-
-    def _all(self) -> tuple[Message, ...]:
-        if self._messages is None:
-            self._messages = tuple(self._read())
-        return self._messages
-
-    @overload
-    def __getitem__(self, index: int) -> Message: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Message, ...]: ...
-    def __getitem__(self, index: int | slice) -> Message | tuple[Message, ...]:
-        return self._all()[index]
-
-    def __len__(self) -> int:
-        return len(self._all())
 
 
 class Session:

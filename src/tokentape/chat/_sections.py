@@ -8,7 +8,6 @@ normalizing or merging anything, so the ids equal those of the whole text.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import Any
@@ -40,8 +39,7 @@ class Sections:
     def __init__(self, twin: tokenizers.Tokenizer, names: frozenset[str]) -> None:
         self._twin = twin
         self._names = names
-        # Searching for one range is ten times as fast as searching for many characters.
-        self._near = re.compile(f"[{min(names)}-{max(names)}]" if names else r"(?!)")
+        self._range = (ord(min(names)), ord(max(names))) if names else (1, 0)
         self._kept: LastUsed[bytes, Section] = LastUsed(_MOST_IDS, lambda section: len(section[0]))
 
     def encode(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
@@ -50,18 +48,22 @@ class Sections:
         Raises `TypeError`, like the twin, if the text is not valid Unicode.
         """
         sections = list(self._cut(text))
-        keys = {section: hashlib.sha256(section.encode("utf-8", "surrogatepass")).digest() for section in sections}
-        cached = {section: self._kept.get(key) for section, key in keys.items()}
-        missing = [section for section, entry in cached.items() if entry is None]
-        encoded = dict(zip(missing, map(_section, self._encoded(missing), map(len, missing)), strict=True))
-        entries = [cached[section] or self._kept.put(keys[section], encoded[section]) for section in sections]
+        keys = [hashlib.sha256(section.encode("utf-8", "surrogatepass")).digest() for section in sections]
+        cached = {key: self._kept.get(key) for key in keys}
+        missing = {key: section for key, section in zip(keys, sections, strict=True) if cached[key] is None}
+        texts = [*missing.values()]
+        encoded = dict(zip(missing, map(_section, self._encoded(texts), map(len, texts)), strict=True))
+        entries = [cached[key] or self._kept.put(key, encoded[key]) for key in keys]
         starts = np.cumsum([0, *map(len, sections[:-1])])
         spans = np.concatenate([own + start for (_, own), start in zip(entries, starts, strict=True)])
         return np.concatenate([ids for ids, _ in entries]), spans
 
     def _cut(self, text: str) -> Iterator[str]:
         """Yield the sections of a text. Short sections are joined until they have `LONG` characters."""
-        cuts = (match.start() for match in self._near.finditer(text, 1) if match[0] in self._names)
+        # Searching for one range is ten times as fast as searching for many characters, and numpy is faster than `re`.
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        near = np.flatnonzero((codes >= self._range[0]) & (codes <= self._range[1])).tolist()
+        cuts = (cut for cut in near if cut and text[cut] in self._names)
         start = 0
         for cut, end in pairwise([0, *cuts, len(text)]):
             if cut - start >= LONG or (end - cut >= LONG and cut > start):

@@ -120,7 +120,7 @@ class TemplateText:
         plain, text = self._accepted(messages, setup, generate=generate)
         texts = texts_of(plain, self._escaper.unescape)
         kind = "", setup.key, str(generate), *(str(message.get("role")) for message in plain)
-        characters = MARK.sub("\0", text)
+        characters = self.tokenizer.mark.sub("\0", text)
         codes = self._known_codes(kind, characters, texts)
         if codes is None:
             edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
@@ -201,7 +201,7 @@ class TemplateText:
                 if message.get("content") and content.strip() and content.strip() in suffix and probe.sentinel is VALUE:
                     # The template writes the turn's content after the results, but the model sampled it before them.
                     continue
-                characters = MARK.sub("\0", suffix)
+                characters = self.tokenizer.mark.sub("\0", suffix)
                 close = self._close(probe, message, setup, form)
                 codes = self._known_codes(kind, characters, texts)
                 if codes is not None:

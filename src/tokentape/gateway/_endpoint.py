@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokentape._session.tree import LazyMessages
+from tokentape._session.messages import LazyMessages
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest
 from tokentape.gateway import _pins as pins

@@ -11,10 +11,11 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 from msgspec import Struct, field, structs
 
-from tokentape._canonical import canonical_json, digest_of, json_in_order
+from tokentape._canonical import canonical_json, digest_of, quick_json_in_order
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
-from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session, SharedMessages
+from tokentape._session.messages import LazyMessages, SharedMessages
+from tokentape._session.tree import NO_IDS, ContinuationPoint, Session
 from tokentape.chat._call_constraint import CallRule, structural_tag
 from tokentape.chat._certificate import Certificate, Strategy
 from tokentape.chat._certificate_cache import load_or_certify
@@ -341,7 +342,7 @@ class PromptBuilder:
 
         Also return the messages, as an object that all sessions share.
         """
-        key = digest_of(setup.key.encode(), json_in_order(list(messages)).encode())
+        key = digest_of(setup.key.encode(), quick_json_in_order(tuple(messages)))
         cached = self._openings.get(key)
         if cached is not None:
             return cached

@@ -119,6 +119,8 @@ def load_sessions(
     """Load the sessions that exist, like `Store.load_session`, with a few statements for all of them."""
     read, last = Reading(connection, session_ids), extent or _WHOLE
     infos = read.records(schema.sessions.c.position, ge if extent is None else eq, last.position)
+    if not infos:
+        return []
     turns = {
         session_id: read.checked(session_id, records)
         for session_id, records in read.records(_SEQ, lt, last.turns).items()

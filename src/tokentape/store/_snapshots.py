@@ -28,7 +28,7 @@ from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._listing import EXTENT_COLUMNS, extent_of, of_turns
 from tokentape.store._reads import Extent, StoredSession, batched
-from tokentape.store._writes import delete_rows, holder_of
+from tokentape.store._writes import TOMBSTONE, delete_rows, holder_of
 from tokentape.types import Trajectory
 
 _Result = TypeVar("_Result")
@@ -180,9 +180,9 @@ class Snapshots:
 
     def dropped_of(self, session_id: str) -> str | None:
         """Return the owner of the dropped session with this id; None if no such session was dropped."""
-        tombstone = schema.tombstones.c
-        with self._store.reading() as connection:
-            return connection.execute(select(tombstone.owner).where(tombstone.session_id == session_id)).scalar()
+        with self._store.reading_once() as connection:
+            dropped = TOMBSTONE.run(connection, {"session_id": session_id})
+            return None if dropped is None else str(dropped[1])
 
     async def _update(self, snapshot_id: int, **values: Any) -> None:
         # Idempotent: after a lost connection it can run again, whether or not it was committed.

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Executable, Table, bindparam, exists, func, insert, literal, select
+from sqlalchemy import Connection, Executable, Table, bindparam, exists, func, insert, select
 from sqlalchemy import delete as delete_from
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -46,10 +46,7 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
             case TurnPayload():
                 _check_of_turn(connection, record)
                 _check_same_kind(connection, values)
-        if isinstance(record, Setup | Media):
-            _insert_unless_known(connection, table, values)
-        else:
-            _INSERT[table].run(connection, values)
+        _INSERT[table].run(connection, values)
         if isinstance(record, Turn):
             _refer_to_media(connection, record)
         size += sum([len(value) for value in values.values() if isinstance(value, str | bytes)])
@@ -118,21 +115,19 @@ def delete_rows(connection: Connection, session_id: str) -> bool:
 
 def refuse_dropped(connection: Connection, session_id: str) -> None:
     """Raise `Conflict` if a session with this id was dropped, so that a late writer can't create it again."""
-    tombstone = schema.tombstones.c
-    dropped = connection.execute(select(tombstone.snapshot_id).where(tombstone.session_id == session_id)).scalar()
+    dropped = TOMBSTONE.run(connection, {"session_id": session_id})
     if dropped is not None:
         raise Conflict(
-            f"session {session_id!r} was dropped after snapshot {dropped} was confirmed; use a new session id"
+            f"session {session_id!r} was dropped after snapshot {dropped[0]} was confirmed; use a new session id"
         )
 
 
-def _insert_unless_known(connection: Connection, table: Table, values: Values) -> None:
-    """Insert a row unless its primary key, a digest of its contents, is already in the table."""
-    key = next(iter(table.primary_key))
+def _insert_unless_known(table: Table) -> CompiledStatement:
+    """Return the statement that inserts a row unless its primary key, a digest of its contents, is in the table."""
+    key, columns = next(iter(table.primary_key)), [table.c[name] for name, _ in COLUMNS[table]]
     # INSERT ... SELECT because ON CONFLICT DO NOTHING is spelled per dialect in SQLAlchemy.
-    duplicate = exists().where(key == values[key.name])
-    row = select(*(literal(value) for value in values.values())).where(~duplicate)
-    connection.execute(insert(table).from_select(list(values), row))
+    row = select(*(bindparam(column.name, type_=column.type) for column in columns))
+    return CompiledStatement(insert(table).from_select(columns, row.where(~exists().where(key == bindparam(key.name)))))
 
 
 def _refer_to_media(connection: Connection, turn: Turn) -> None:
@@ -200,7 +195,12 @@ _BEFORE_TURN = CompiledStatement(
 _INSERT = {
     table: CompiledStatement(insert(table).values({name: bindparam(name) for name, _ in COLUMNS[table]}))
     for table in COLUMNS
-}
+} | {table: _insert_unless_known(table) for table in (schema.setups, schema.media)}
+TOMBSTONE = CompiledStatement(
+    select(schema.tombstones.c.snapshot_id, schema.tombstones.c.owner).where(
+        schema.tombstones.c.session_id == bindparam("session_id")
+    )
+)
 
 
 def _check_turn(connection: Connection, turn: Turn) -> None:
