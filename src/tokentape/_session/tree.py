@@ -311,8 +311,9 @@ class Session:
         for turn in [] if parent is None else self.path(parent):
             known += len(turn.messages) + 1
             replies[known] = turn
-        speakers = [n for n, message in enumerate(messages) if n > known and message.get("role") == "assistant"]
-        if not speakers or not self.turns:
+        # A turn that began a branch has earlier replies among its messages.
+        speakers = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not self.turns or replies.keys() >= set(speakers):
             return replies
         self._number_turns()
         keys = [message_key(message) for message in _numbered(messages)]
@@ -330,14 +331,14 @@ class Session:
         # An edit mostly leaves the newest messages unchanged, so begin with them.
         end, following = len(self.turns), None
         for n in reversed(speakers):
-            following = self._turn_alike(n, messages, keys, used, end, following)
+            following = replies.get(n) or self._turn_alike(n, messages, keys, used, end, following)
             if following is not None:
                 accept(n, [following])
                 end = following.seq
         for n, after in reversed(list(pairwise(speakers))):
             parent = replies[after].parent if after in replies and n not in replies else None
             accept(n, [] if parent is None else [self.turns[parent]])
-        for before, n in pairwise([known, *speakers]):
+        for before, n in pairwise(speakers):
             if before in replies and n not in replies:
                 accept(n, [self.turns[seq] for seq in reversed(self._children.get(replies[before].seq, ()))])
         return replies
