@@ -19,6 +19,7 @@ from tests.searching import examples
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate, ParseCheck
 from tokentape.chat._certification import certify, written_turn
+from tokentape.chat._certify_continuations import Continuations
 from tokentape.chat._parse import Reply
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
@@ -312,6 +313,17 @@ def texts_in(value: Any) -> Iterator[str]:
 
 PROMPTED_LAST = "{% set last = add_generation_prompt and messages[-1].role == 'assistant' %}"
 LEAVES_LAST_OUT = PROMPTED_LAST + "{% set messages = messages[:-1] if last else messages %}"
+
+
+COUNTED = FRAMED.replace(
+    "<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|>\n({{ m.content | length }})\n{% endif %}{% endfor %}"
+)
+
+
+def test_a_bridge_that_depends_on_the_text_of_the_turn_is_not_certified() -> None:
+    renderer = renderer_of(COUNTED)
+    found = Continuations(renderer, grammar.setup(renderer.fingerprint, {})).find("user")
+    assert found.strategy == "fork"
 
 
 def test_omitting_the_last_turn_before_a_prompt_keeps_the_certificate() -> None:
