@@ -279,8 +279,12 @@ class Session:
         """Drop the context that `context_after` cached, to free its memory."""
         self._last_context = None
 
-    def fork_cause(self, parent: int | None, messages: Sequence[Message], setup: str) -> str | None:
+    def fork_cause(
+        self, parent: int | None, messages: Sequence[Message], setup: str, prompt_ids: TokenIds | None = None
+    ) -> str | None:
         """Return why a turn with this parent forks the session; None if it does not.
+
+        `prompt_ids` are the ids that a prompt of ids adds: all such prompts have the same message.
 
         `sibling`: the same messages were answered before. `branched`: the parent was continued with different messages.
         `new_setup`: tools or template settings changed. `edited_history`: no turn's history is a prefix of the request.
@@ -292,7 +296,9 @@ class Session:
         if not self._children.get(parent) and (parent is not None or not self._by_history):
             return None
         start = None if parent is None else self._history[parent]
-        if (parent, setup, [start, *history_keys(setup, messages, start)][-1]) in self._answered:
+        answered = (parent, setup, [start, *history_keys(setup, messages, start)][-1]) in self._answered
+        others = [] if prompt_ids is None else [self.turns[seq].added_ids for seq in self._children.get(parent, ())]
+        if answered and (prompt_ids is None or any(np.array_equal(ids, prompt_ids) for ids in others)):
             return "sibling"
         if parent is not None:
             return "branched"
