@@ -87,6 +87,17 @@ NUMBERED = (
 )
 """Calls are counted after their names."""
 
+UNCLOSED_VALUES = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{%
+for k, v in c.function.arguments.items() %}<|quad_start|>{{ k }}<|quad_end|>{{ v if v is string else v | tojson }}{%
+endfor %}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""A value ends where the next key or the call's end begins."""
+
 NUMBERED_TAGS = (
     USERS
     + """{% else %}<|im_start|>assistant
@@ -175,6 +186,7 @@ ALL = {
     "BESIDE_CALLS": BESIDE_CALLS,
     **TEXT_QUOTED,
     "NUMBERED": NUMBERED,
+    "UNCLOSED_VALUES": UNCLOSED_VALUES,
     "NUMBERED_TAGS": NUMBERED_TAGS,
     "ID_FIRST": ID_FIRST,
     "NAME_IS_KEY": NAME_IS_KEY,
