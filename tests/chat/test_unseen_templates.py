@@ -120,6 +120,16 @@ ID_FIRST = (
 )
 """A call's id is before its name."""
 
+IN_STRING = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{
+{'name': c.function.name, 'arguments': c.function.arguments | tojson} | tojson }}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Arguments are JSON text in a JSON string."""
+
 NAME_IS_KEY = (
     USERS
     + """{% else %}<|im_start|>assistant
@@ -189,6 +199,7 @@ ALL = {
     "UNCLOSED_VALUES": UNCLOSED_VALUES,
     "NUMBERED_TAGS": NUMBERED_TAGS,
     "ID_FIRST": ID_FIRST,
+    "IN_STRING": IN_STRING,
     "NAME_IS_KEY": NAME_IS_KEY,
     "ALWAYS_PROMPTED": ALWAYS_PROMPTED,
     "TWO_ENDS": TWO_ENDS,
