@@ -19,6 +19,7 @@ from tests.searching import examples
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate, ParseCheck
 from tokentape.chat._certification import certify, written_turn
+from tokentape.chat._certify_continuations import Continuations
 from tokentape.chat._parse import Reply
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
@@ -86,6 +87,17 @@ NUMBERED = (
 )
 """Calls are counted after their names."""
 
+UNCLOSED_VALUES = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{%
+for k, v in c.function.arguments.items() %}<|quad_start|>{{ k }}<|quad_end|>{{ v if v is string else v | tojson }}{%
+endfor %}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""A value ends where the next key or the call's end begins."""
+
 NUMBERED_TAGS = (
     USERS
     + """{% else %}<|im_start|>assistant
@@ -107,6 +119,16 @@ ID_FIRST = (
     + END
 )
 """A call's id is before its name."""
+
+IN_STRING = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{
+{'name': c.function.name, 'arguments': c.function.arguments | tojson} | tojson }}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Arguments are JSON text in a JSON string."""
 
 NAME_IS_KEY = (
     USERS
@@ -174,8 +196,10 @@ ALL = {
     "BESIDE_CALLS": BESIDE_CALLS,
     **TEXT_QUOTED,
     "NUMBERED": NUMBERED,
+    "UNCLOSED_VALUES": UNCLOSED_VALUES,
     "NUMBERED_TAGS": NUMBERED_TAGS,
     "ID_FIRST": ID_FIRST,
+    "IN_STRING": IN_STRING,
     "NAME_IS_KEY": NAME_IS_KEY,
     "ALWAYS_PROMPTED": ALWAYS_PROMPTED,
     "TWO_ENDS": TWO_ENDS,
@@ -312,6 +336,17 @@ def texts_in(value: Any) -> Iterator[str]:
 
 PROMPTED_LAST = "{% set last = add_generation_prompt and messages[-1].role == 'assistant' %}"
 LEAVES_LAST_OUT = PROMPTED_LAST + "{% set messages = messages[:-1] if last else messages %}"
+
+
+COUNTED = FRAMED.replace(
+    "<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|>\n({{ m.content | length }})\n{% endif %}{% endfor %}"
+)
+
+
+def test_a_bridge_that_depends_on_the_text_of_the_turn_is_not_certified() -> None:
+    renderer = renderer_of(COUNTED)
+    found = Continuations(renderer, grammar.setup(renderer.fingerprint, {})).find("user")
+    assert found.strategy == "fork"
 
 
 def test_omitting_the_last_turn_before_a_prompt_keeps_the_certificate() -> None:

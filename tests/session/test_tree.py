@@ -231,3 +231,10 @@ def test_a_call_is_found_by_its_id() -> None:
     assert session(turn).sampled_replies([user("edited"), reply]) == {1: turn}
     renamed = {**reply, "tool_calls": [{**call, "id": "other"}]}
     assert session(turn).sampled_replies([user("edited"), renamed]) == {}
+
+
+def test_replies_are_found_among_the_messages_that_began_the_branch() -> None:
+    first = make_turn(0, None, [user("a")], assistant("A"))
+    forked = make_turn(1, None, [user("a"), assistant("A"), user("b")], assistant("B"), setup="other")
+    messages = [user("a"), assistant("A"), user("b"), assistant("B"), user("c")]
+    assert session(first, forked).sampled_replies(messages, parent=1) == {1: first, 3: forked}

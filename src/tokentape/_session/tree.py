@@ -242,8 +242,12 @@ class Session:
         """Drop the context that `context_after` cached, to free its memory."""
         self._last_context = None
 
-    def fork_cause(self, parent: int | None, messages: Sequence[Message], setup: str) -> str | None:
+    def fork_cause(
+        self, parent: int | None, messages: Sequence[Message], setup: str, prompt_ids: TokenIds | None = None
+    ) -> str | None:
         """Return why a turn with this parent forks the session; None if it does not.
+
+        `prompt_ids` are the ids that a prompt of ids adds: all such prompts have the same message.
 
         `sibling`: the same messages were answered before. `branched`: the parent was continued with different messages.
         `new_setup`: tools or template settings changed. `edited_history`: no turn's history is a prefix of the request.
@@ -255,7 +259,9 @@ class Session:
         if not self._children.get(parent) and (parent is not None or not self._by_history):
             return None
         start = None if parent is None else self._history[parent]
-        if (parent, setup, [start, *history_keys(setup, messages, start)][-1]) in self._answered:
+        answered = (parent, setup, [start, *history_keys(setup, messages, start)][-1]) in self._answered
+        others = [] if prompt_ids is None else [self.turns[seq].added_ids for seq in self._children.get(parent, ())]
+        if answered and (prompt_ids is None or any(np.array_equal(ids, prompt_ids) for ids in others)):
             return "sibling"
         if parent is not None:
             return "branched"
@@ -274,8 +280,9 @@ class Session:
         for turn in [] if parent is None else self.path(parent):
             known += len(turn.messages) + 1
             replies[known] = turn
-        speakers = [n for n, message in enumerate(messages) if n > known and message.get("role") == "assistant"]
-        if not speakers or not self.turns:
+        # A turn that began a branch has earlier replies among its messages.
+        speakers = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not self.turns or replies.keys() >= set(speakers):
             return replies
         self._number_turns()
         keys = [message_key(message) for message in _numbered(messages)]
@@ -293,14 +300,14 @@ class Session:
         # An edit mostly leaves the newest messages unchanged, so begin with them.
         end, following = len(self.turns), None
         for n in reversed(speakers):
-            following = self._turn_alike(n, messages, keys, used, end, following)
+            following = replies.get(n) or self._turn_alike(n, messages, keys, used, end, following)
             if following is not None:
                 accept(n, [following])
                 end = following.seq
         for n, after in reversed(list(pairwise(speakers))):
             parent = replies[after].parent if after in replies and n not in replies else None
             accept(n, [] if parent is None else [self.turns[parent]])
-        for before, n in pairwise([known, *speakers]):
+        for before, n in pairwise(speakers):
             if before in replies and n not in replies:
                 accept(n, [self.turns[seq] for seq in reversed(self._children.get(replies[before].seq, ()))])
         return replies

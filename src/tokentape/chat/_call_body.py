@@ -288,7 +288,8 @@ class _TaggedBody(BodyReader):
         tags = self._tags
         closing = tags.value_close(key["key"])
         while match := closing.search(text, self._seek):
-            position = skip_space(text, match.end())
+            # Where nothing closes a value, white space before the next key is its own.
+            position = skip_space(text, match.end()) if tags.closing else match.end()
             followed = tags.key_open.match(text, position) or tags.end.match(text, position)
             if followed or (over and position == len(text)):
                 raw = text[key.end() : match.start()]

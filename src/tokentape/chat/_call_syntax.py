@@ -222,6 +222,8 @@ def _read_single_call(region: str) -> CallSyntax | None:
     """Return the syntax of the only call in `region`, with all text before and after the call as `open` and `close`."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
     arguments = _json_around(region, key, {KEY: VALUE})
+    in_string = arguments is None
+    arguments = arguments or _string_around(region, key, {KEY: VALUE})
     if arguments is None:
         if not name < key < value:
             return None
@@ -236,7 +238,7 @@ def _read_single_call(region: str) -> CallSyntax | None:
     whole = _enclosing_object(region, start, end)
     if whole is not None and whole[0] < name < whole[1]:
         keys = {json.dumps(v): k for k, v in json.loads(region[whole[0] : whole[1]]).items()}
-        name_key, arguments_key = keys.get(json.dumps(NAME)), keys.get(json.dumps({KEY: VALUE}))
+        name_key, arguments_key = keys.get(json.dumps(NAME)), keys.get(json.dumps(json.loads(region[start:end])))
         if arguments_key == NAME and len(keys) == 1:
             name_key = arguments_key = ""
         if name_key is None or arguments_key is None:
@@ -247,7 +249,9 @@ def _read_single_call(region: str) -> CallSyntax | None:
             close=region[whole[1] :],
             name_key=name_key,
             arguments_key=arguments_key,
-            around_arguments=(region[whole[0] : start], region[end : whole[1]]) if name < start else None,
+            around_arguments=(region[whole[0] : start], region[end : whole[1]])
+            if name < start and not in_string
+            else None,
         )
     if name > start:
         return None
@@ -388,6 +392,16 @@ def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | N
     except ValueError:
         return None
     return (start, end) if value == expected else None
+
+
+def _string_around(region: str, inside: int, expected: Any) -> tuple[int, int] | None:
+    """Return the bounds of the JSON string around position `inside` with the JSON text of `expected`; None if none."""
+    start = region.rfind('"{', 0, inside)
+    try:
+        value, end = json.JSONDecoder().raw_decode(region, max(start, 0))
+        return (start, end) if json.loads(value) == expected else None
+    except (ValueError, TypeError):
+        return None
 
 
 def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | None:

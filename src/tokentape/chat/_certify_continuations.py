@@ -124,6 +124,10 @@ class Continuations:
             raise
         if any(word in suffix for word in grammar.words_of([*history, *self._setup.tools])):
             return "fork", suffix
+        full = self._marked(conversation.messages, generate=True)
+        if grammar.is_clean(reply) and reply["content"] and not full.endswith(self._after_turn(reply, suffix).text):
+            # What the template writes after the turn depends on the turn's text, for which the suffix has a sentinel.
+            return "fork", suffix
         return self._local_or_contextual(conversation, suffix), suffix
 
     def _under_words(self, name: str, shortest: tuple[Message, ...]) -> tuple[bool, _Rewritten | None]:

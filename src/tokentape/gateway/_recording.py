@@ -117,7 +117,9 @@ class Recorder:
     ) -> list[Turn]:
         parent = prompt.point.parent
         parent_seq = None if parent is None else parent.seq
-        fork = prompt.fork or session.fork_cause(parent_seq, prompt.point.new_messages, prompt.setup.digest)
+        prompt_ids = None if request.prompt_ids is None else prompt.added.ids
+        new, setup = prompt.point.new_messages, prompt.setup.digest
+        fork = prompt.fork or session.fork_cause(parent_seq, new, setup, prompt_ids)
         asked = {name: value for name, (value, _) in request.overridden.items()}
         of_request = {"asked": asked, "client_session": request.client_session, CLIENT: request.client}
         of_request = {name: note for name, note in of_request.items() if note}
@@ -141,8 +143,8 @@ class Recorder:
                 session_id=session.info.session_id,
                 seq=len(session.turns) + choice.index,
                 parent=parent_seq,
-                setup=prompt.setup.digest,
-                messages=prompt.point.new_messages,
+                setup=setup,
+                messages=new,
                 reply=choice.reply.message(),
                 added_ids=prompt.added.ids,
                 added_provenance=prompt.added.provenance,

@@ -157,10 +157,12 @@ def test_prompt_that_extends_a_chat_turn_continues_it(client: OpenAI, store: Sql
     assert (turn.parent, turn.fork, turn.added_ids.tolist()) == (0, None, [11])
 
 
-def test_other_prompt_is_a_fork(client: OpenAI, store: SqliteStore) -> None:
-    ask(client, [5, 6, 7], max_tokens=2)
-    ask(client, [5, 6, 8], max_tokens=2)
-    assert store.load_session("s").turns[1].fork is not None
+def test_ids_of_a_prompt_decide_the_cause_of_a_fork(client: OpenAI, store: SqliteStore) -> None:
+    context = [5, 6, 7, *ask(client, [5, 6, 7], max_tokens=2).choices[0].token_ids]
+    for prompt in ([5, 6, 8], [5, 6, 7], [*context, 11], [*context, 12], [*context, 11]):
+        ask(client, prompt, max_tokens=2)
+    forks = [turn.fork for turn in store.load_session("s").turns[1:]]
+    assert forks == ["edited_history", "sibling", None, "branched", "sibling"]
 
 
 def test_choices_are_siblings(client: OpenAI, store: SqliteStore) -> None:
