@@ -26,7 +26,7 @@ def working(what: str) -> Status:
     """Show a status line on stderr during the context."""
     # Records have few reference cycles, and looking for them takes 7 % of an export's time.
     gc.freeze()
-    gc.set_threshold(10_000)
+    gc.set_threshold(100_000)
     return Console(stderr=True).status(what)
 
 
