@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import msgspec
@@ -30,11 +31,13 @@ def quick_json(value: Any) -> bytes:
 
     Some floats may be written differently. Equal texts have equal values, except that NaN and infinities become null.
     """
-    with suppress(TypeError, ValueError, OverflowError, RecursionError):
+    try:
         text = _QUICK.encode(value)
-        if text.isascii():
-            return text
-    return canonical_json(value).encode("ascii")
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return canonical_json(value).encode("ascii")
+    if text.isascii():
+        return text
+    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text.decode()).encode("ascii")
 
 
 def json_in_order(value: Any) -> str:
@@ -50,9 +53,10 @@ def quick_json_in_order(value: Any) -> bytes:
 
     Like `quick_json`, but in UTF-8.
     """
-    with suppress(TypeError, ValueError, OverflowError, RecursionError):
+    try:
         return msgspec.json.encode(value)
-    return json_in_order(value).encode("ascii")
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return json_in_order(value).encode("ascii")
 
 
 def digest_of(*fields: bytes) -> str:
@@ -62,20 +66,23 @@ def digest_of(*fields: bytes) -> str:
 
 def framed(*fields: bytes) -> bytes:
     """Return `fields`, each preceded by its length, as `digest_of` hashes them."""
-    return b"".join([part for field in fields for part in (length_of(field), field)])
+    return b"".join([part for field in fields for part in (packed_length(len(field)), field)])
 
 
-def length_of(field: bytes) -> bytes:
-    """Return the length that precedes a field."""
-    return _LENGTH(len(field))
+packed_length = struct.Struct("<Q").pack
+"""The encoding of the length that precedes a field."""
 
-
-_LENGTH = struct.Struct("<Q").pack
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, msgspec.Struct):
+        defaults = zip(value.__struct_fields__, value.__struct_defaults__, strict=True)
+        return {name: attribute for name, default in defaults if (attribute := getattr(value, name)) is not default}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
@@ -83,7 +90,7 @@ def _plain(value: object) -> object:
 _CANONICAL = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain
 )
-_QUICK = msgspec.json.Encoder(order="deterministic")
+_QUICK = msgspec.json.Encoder(order="sorted")
 _IN_ORDER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain)
 
 

@@ -124,6 +124,13 @@ def test_quick_json_has_the_value(value: Any) -> None:
     assert canonical_json(json.loads(quick_json(value))) == canonical_json(value)
 
 
+def test_quick_json_escapes_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"b": "é 😀\n", "a": [1.5, "\u2028"]}
+    expected = canonical_json(value).encode()
+    monkeypatch.setattr("tokentape._canonical.canonical_json", None)
+    assert quick_json(value) == expected
+
+
 @pytest.mark.parametrize("field", ["tools", "template_kwargs", "date", "fingerprint"])
 def test_a_change_to_any_field_of_a_setup_changes_its_digest(field: str) -> None:
     fields: dict[str, Any] = {"tools": (), "template_kwargs": {}, "date": "d", "fingerprint": "f"}

@@ -276,7 +276,7 @@ def test_iteration_yields_every_session_across_pages(store: Store) -> None:
 def test_sessions_loaded_together_equal_those_loaded_alone(store: Store) -> None:
     names = [f"s{9 - number}" for number in range(10)]
     for name in names:
-        records = [session(name), SETUP, *make_chain(name, 3, tokens=9000 if name == "s4" else 8)]
+        records = [session(name), SETUP, *make_chain(name, 3, tokens=30_000 if name == "s4" else 8)]
         records += [Reward(name, 1, 0.5, 1.0), Reward(name, None, 1.0, 2.0), Event(name, 2, BRIDGE_DUE, {}, 1.0)]
         write(store, *records, TurnColumn(name, 0, "a", np.ones(records[2].completion_ids.size, np.float32), 1.0))
     write(store, session("empty"))

@@ -266,3 +266,13 @@ def test_texts_of_any_length_round_trip_and_short_ones_need_no_large_window(stor
     windows = [data[0] >> 4 for (data,) in stored]
     assert windows[0] == windows[1] == 4
     assert windows[-1] == 7
+
+
+def test_damaged_turn_among_sessions_read_together_is_named(tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path) as store:
+        for name in ("a", "b", "c"):
+            asyncio.run(store.write(SessionInfo(name, 1.0), SETUP, *make_chain(name, 3)))
+    with closing(sqlite3.connect(tmp_path / "tokentape.db")) as connection, connection:
+        connection.execute("UPDATE turns SET reply = x'00' WHERE session_id = 'b' AND seq = 1")
+    with SqliteStore.open(tmp_path, read_only=True) as store, pytest.raises(StoreCorrupt, match=r"turn 1 of .*'b'"):
+        list(store.iter_sessions(together=True))

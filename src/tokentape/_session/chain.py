@@ -21,26 +21,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from functools import lru_cache
 from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tokentape._canonical import canonical_json, digest_of, framed, length_of, quick_json
+from tokentape._canonical import canonical_json, digest_of, framed, packed_length, quick_json
 from tokentape._session.messages import SharedMessages
 from tokentape.errors import InvariantViolation
 from tokentape.types import TokenDistribution, Turn
 
-_SCALARS = (
-    *("session_id", "seq", "parent", "setup", "messages", "reply", "finish_reason", "stop", "fork", "sampling"),
-    *("engine", "weight_version"),
-)
-_scalars_of = attrgetter(*_SCALARS)
 _ARRAYS = ("added_ids", "added_provenance", "completion_ids", "logprobs")
+_arrays_of = attrgetter(*_ARRAYS)
+_DEFAULTS = {
+    each.name: ... if each.default is MISSING else each.default
+    for each in sorted(fields(Turn), key=attrgetter("name"))
+    if each.name not in (*_ARRAYS, "digest")
+}
+"""The default of each field that is written as JSON, in alphabetical order; `...` if the field is always written."""
+_scalars_of = attrgetter(*_DEFAULTS)
+_Scalars = msgspec.defstruct(
+    "_Scalars", [(name, Any, default) for name, default in _DEFAULTS.items()], omit_defaults=True, gc=False
+)
 _LITTLE_ENDIAN = {
     "added_ids": "<i4",
     "added_provenance": "|u1",
@@ -52,7 +59,7 @@ _DTYPES = {name: np.dtype(code).newbyteorder("=") for name, code in _LITTLE_ENDI
 """The dtype of each array in memory."""
 _SWAPPED = sys.byteorder != "little"
 _TURN = framed(b"tokentape turn 1")
-_HEADS = [(name, framed(name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"))) for name in _ARRAYS]
+_HEADS = [framed(name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii")) for name in _ARRAYS]
 
 
 def session_digest(session_id: str) -> str:
@@ -78,41 +85,30 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
     return _digest(turn, parent_digest, lambda scalars: canonical_json(scalars).encode("ascii"))
 
 
-def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[dict[str, Any]], bytes]) -> str:
+def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[Any], bytes]) -> str:
     if (turn.parent is None) != (parent_digest is None):
         raise InvariantViolation(
             f"turn {turn.seq} of session {turn.session_id!r} has parent {turn.parent}, but "
             f"{'no' if parent_digest is None else 'a'} parent digest was passed"
         )
-    scalars = dict(zip(_SCALARS, _scalars_of(turn), strict=True))
+    scalars: Any = _Scalars(*_scalars_of(turn))
     # A database may drop the sign of a zero.
-    scalars["created_at"] = float(turn.created_at) + 0.0
-    newer = (
-        ("weight_changes", turn.weight_changes or None),
-        ("abort_cause", turn.abort_cause),
-        ("sampled_from", turn.sampled_from and distribution_fields(turn.sampled_from)),
-        ("logprobs_of", turn.logprobs_of and distribution_fields(turn.logprobs_of)),
-        ("resumes", [asdict(resume) for resume in turn.resumes] or None),
-        ("adapter", turn.adapter),
-    )
-    for name, value in newer:
-        if value is not None:
-            scalars[name] = value
+    scalars.created_at = float(turn.created_at) + 0.0
     parent = parent_digest or session_digest(turn.session_id)
     parts = [_TURN, framed(parent.encode("ascii"), _with_messages(scalars, encode))]
-    for name, head in _HEADS:
-        data = array_bytes(name, getattr(turn, name))
-        parts += head, length_of(data), data
+    for head, data in zip(_HEADS, map(array_bytes, _ARRAYS, _arrays_of(turn)), strict=True):
+        parts += head, packed_length(len(data)), data
     return sha256(b"".join(parts)).hexdigest()
 
 
-def _with_messages(scalars: dict[str, Any], encode: Callable[[dict[str, Any]], bytes]) -> bytes:
+def _with_messages(scalars: Any, encode: Callable[[Any], bytes]) -> bytes:
     """Return `encode(scalars)`. Messages that sessions share are encoded only once."""
-    messages = scalars["messages"]
+    messages = scalars.messages
     if not isinstance(messages, SharedMessages):
         return encode(scalars)
-    before = encode({name: value for name, value in scalars.items() if name < "messages"})
-    after = encode({name: value for name, value in scalars.items() if name > "messages"})
+    named = {name: value for name, default in _DEFAULTS.items() if (value := getattr(scalars, name)) is not default}
+    before = encode({name: value for name, value in named.items() if name < "messages"})
+    after = encode({name: value for name, value in named.items() if name > "messages"})
     return b"".join((before[:-1], b',"messages":', messages.canonical(), b",", after[1:]))
 
 

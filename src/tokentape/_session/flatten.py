@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -48,17 +47,13 @@ def trajectories(
     branch that contains a turn has the turn's columns and payloads. `edges` come from `lineage`.
     """
     data = _TurnData(rewards, columns, payloads, events)
-    by_turn = {} if edges is None else roles(session, edges)
-    edge_of = {edge.turn: edge for edge in edges or ()}
+    data.roles = {} if edges is None else roles(session, edges)
+    data.edges = {edge.turn: edge for edge in edges or ()}
     trained: set[int] = set()
     out = []
     for leaf in session.leaves(unread=unread):
         path = session.path(leaf)
-        trajectory = _flatten(session, path, trained, data)
-        if edges is not None:
-            mine = tuple(edge_of[turn.seq] for turn in path if turn.seq in edge_of)
-            trajectory = replace(trajectory, role=by_turn[leaf], lineage=mine)
-        out.append(trajectory)
+        out.append(_flatten(session, path, trained, data))
         trained.update(turn.seq for turn in path)
     return out
 
@@ -70,7 +65,10 @@ def trained_turns(session: Session, leaf: int) -> list[Turn]:
 
 
 class _TurnData:
-    """A session's rewards, columns, payloads and bridge checks, by turn."""
+    """A session's rewards, columns, payloads, bridge checks, roles and edges, by turn."""
+
+    roles: Mapping[int, str]
+    edges: Mapping[int, LineageEdge]
 
     def __init__(
         self,
@@ -127,6 +125,8 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], data: _T
         # Older turns keep None because snapshot digests were computed over lines without finish reasons.
         finish_reasons=tuple(turn.finish_reason if turn.sampled_from else None for turn in path),
         adapters=tuple(turn.adapter for turn in path),
+        role=data.roles.get(leaf, ""),
+        lineage=tuple(data.edges[turn.seq] for turn in path if turn.seq in data.edges),
     )
 
 
@@ -167,6 +167,8 @@ def _columns(
 def _payloads(
     path: Sequence[Turn], starts: Sequence[int], tokens: int, payloads_by_turn: Mapping[int, Mapping[str, TurnPayload]]
 ) -> dict[str, TokenRows]:
+    if not payloads_by_turn:
+        return {}
     out: dict[str, TokenRows] = {}
     for turn, start in zip(path, starts, strict=True):
         for name, payload in sorted(payloads_by_turn.get(turn.seq, {}).items()):

@@ -34,9 +34,12 @@ def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) 
 
 def path_media(path: Iterable[Turn]) -> list[MediaSpan]:
     """Return the images in the context of a root-to-leaf path, in order."""
-    spans: list[MediaSpan] = []
-    start = 0
-    for turn in path:
+    turns, spans, start = [*path], list[MediaSpan](), 0
+    if not any(_MEDIA in turn.added_provenance.tobytes() for turn in turns) and not image_parts(
+        message for turn in turns for message in turn.messages
+    ):
+        return []
+    for turn in turns:
         spans += media_spans(turn.messages, turn.added_provenance, start)
         start += len(turn.added_ids) + len(turn.completion_ids)
     return spans

@@ -222,7 +222,7 @@ class Store:
 
         With `together`, several short sessions are loaded at once, as of that moment, which costs less CPU.
         """
-        for chunk in reads.together(self._sizes(), 2**16 if together else 0):
+        for chunk in reads.together(self._sizes(), reads.TOKENS_AT_ONCE if together else 0):
             with self.reading() as connection:
                 # A session may have been deleted since the page was read.
                 loaded = reads.load_sessions(connection, chunk, per_token=per_token)[::-1]

@@ -21,7 +21,7 @@ from tokentape._session.verdict import wanted_verdict
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._checks import chained
-from tokentape.store._rows import decode
+from tokentape.store._rows import decode, decode_all
 from tokentape.types import (
     Event,
     LineageEdge,
@@ -103,6 +103,9 @@ class Extent:
 
 
 _Compare: TypeAlias = Callable[[Any, Any], Any]
+
+TOKENS_AT_ONCE = 2**16
+"""The number of tokens in sessions that are read together. A statement costs as much time as reading a few turns."""
 
 _ROWS_AT_ONCE = 64
 
@@ -188,8 +191,7 @@ class Reading:
         rows = self._connection.execute(statement, {**ids, "value": value})
         by_session: dict[str, list[Any]] = {}
         for chunk in rows.partitions(_ROWS_AT_ONCE):
-            for row in chunk:
-                record = decode(table, row)
+            for record in decode_all(table, chunk):
                 by_session.setdefault(record.session_id, []).append(record)
         return {session_id: tuple(records) for session_id, records in by_session.items()}
 

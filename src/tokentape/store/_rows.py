@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, fields
 from functools import cache, lru_cache, partial
 from operator import itemgetter
@@ -102,6 +103,18 @@ def decode(table: Table, row: Row[Any]) -> Any:
         return record(row)
     except (TypeError, ValueError, RecursionError, zlib.error) as error:
         raise StoreCorrupt(f"{name.format(row)} can't be read ({type(error).__name__})") from error
+
+
+def decode_all(table: Table, rows: Sequence[Row[Any]]) -> list[Any]:
+    """Return the rows' records, like `decode`. Turns are decoded column by column, which takes less time."""
+    if table is schema.turns:
+        with suppress(Exception):  # `decode` says which row is invalid
+            _, values_of, readers = _reading(Turn, ())
+            columns: list[Iterable[Any]] = [*zip(*map(values_of, rows), strict=True)]
+            for place, read in readers:
+                columns[place] = map(read, columns[place])
+            return [*map(Turn, *columns)]
+    return [decode(table, row) for row in rows]
 
 
 def _record(kind: Any, row: Row[Any], **more: Any) -> Any:
@@ -234,7 +247,7 @@ def _compressed_so_far(text: bytes) -> tuple[bytes, zlib._Compress]:
 
 
 def _inflate(data: bytes) -> Any:
-    return _parsed(zlib.decompress(data))
+    return _parsed(zlib.decompress(data, bufsize=_SHORT))
 
 
 def _parsed(text: str | bytes) -> Any:

@@ -21,8 +21,8 @@ from tokentape.store._checks import chained, per_token_faults, schema_faults, tu
 from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead, read_head
 from tokentape.store._listing import TOKENS
 from tokentape.store._location import refuse_output
-from tokentape.store._reads import together
-from tokentape.store._rows import decode
+from tokentape.store._reads import TOKENS_AT_ONCE, together
+from tokentape.store._rows import decode, decode_all
 from tokentape.store._snapshots import decode_snapshot
 from tokentape.store._sqlite import (
     DATABASE_NAME,
@@ -34,9 +34,7 @@ from tokentape.store._sqlite import (
 )
 from tokentape.types import RecordedReply, Turn, TurnColumn, TurnPayload
 
-_TOKENS_AT_ONCE = 2**16
-
-_RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Row[Any]]]]
+_RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +184,16 @@ class _Check:
                 raise
             for problem in schema_faults(connection):
                 self._add_finding(problem)
-            sizes += [(session_id, _TOKENS_AT_ONCE) for session_id in connection.execute(_SESSION_IDS).scalars()]
+            sizes += [(session_id, TOKENS_AT_ONCE) for session_id in connection.execute(_SESSION_IDS).scalars()]
             with suppress(Exception):  # damaged sessions are checked one by one
                 sizes = [(session_id, size) for session_id, size in connection.execute(_SIZES)]
-            sizes += [(session_id, _TOKENS_AT_ONCE) for session_id in connection.execute(_WITHOUT_SESSION).scalars()]
+            sizes += [(session_id, TOKENS_AT_ONCE) for session_id in connection.execute(_WITHOUT_SESSION).scalars()]
             self._check_file(connection)
             self._check_snapshots(connection)
             self._check_media(connection)
         if other_version is not None:
             raise other_version  # the record can't be checked
-        for chunk in together(sizes, _TOKENS_AT_ONCE):
+        for chunk in together(sizes, TOKENS_AT_ONCE):
             # A long read transaction would keep a running writer's log from being recycled.
             heads = self._checked_together(chunk)
             yield from (head for head in heads if head.parts)
@@ -263,7 +261,7 @@ class _Check:
             return _rows(connection, session_id, table, *columns, **key)
 
         row = next(iter(rows(schema.sessions)), None)
-        listed = [*rows(schema.turns, schema.turns.c.seq)]
+        listed: list[Any] = [*rows(schema.turns, schema.turns.c.seq)]
         seqs = [turn_row.seq for turn_row in listed]
         if row is None and not seqs:
             return  # deleted since the listing was read
@@ -293,13 +291,13 @@ class _Check:
         with self._damage_as_findings(session_id):
             for row in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
                 media.setdefault(row.turn, set()).add(row.sha256)
-        for before, seq, row in zip([-1, *seqs], seqs, listed, strict=False):
+        for before, seq, turn in zip([-1, *seqs], seqs, listed, strict=False):
             if seq != before + 1:
                 self._add_finding(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
             try:
                 if session_rows is None:
                     [row] = rows(schema.turns, seq=seq)
-                turn: Turn = decode(schema.turns, row)
+                    turn = decode(schema.turns, row)
                 head.add(turn)
                 self.turns += 1
                 self.tokens += turn.added_ids.size + turn.completion_ids.size
@@ -373,12 +371,16 @@ def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) ->
 
 
 def _rows_of_sessions(connection: Connection, session_ids: Sequence[str]) -> _RowsOfSessions:
-    """Read the rows of several sessions, by table and session. For columns and payloads, read only the keys."""
+    """Read the rows of several sessions, by table and session. For columns and payloads, read only the keys.
+
+    Turns are already decoded.
+    """
     by_table: _RowsOfSessions = {}
     for table, keys in _KEYS.items():
         rows = by_table[table] = {}
-        for row in connection.execute(_of_sessions(table, keys or (table,)), {"session_ids": session_ids}).all():
-            rows.setdefault(row[-1], []).append(row)
+        found = connection.execute(_of_sessions(table, keys or (table,)), {"session_ids": session_ids}).all()
+        for row, record in zip(found, decode_all(table, found) if table is schema.turns else found, strict=True):
+            rows.setdefault(row[-1], []).append(record)
     return by_table
 
 
