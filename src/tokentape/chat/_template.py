@@ -209,13 +209,16 @@ def join_parts(content: Any) -> str:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Ignores `{% generation %}` tags. They mark assistant text for loss masks; Tokentape's come from provenance."""
+    """Reads `{% generation %}` tags, which mark assistant text for loss masks; Tokentape's come from provenance.
+
+    As in transformers, what is set inside is not set after the block.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Dict:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Command
+from tokentape.audit import audit
 from tokentape.audit._lock import make_lock, write_lock
 from tokentape.chat import _tokenizer_files as tokenizer_files
 from tokentape.demo import MODEL
@@ -55,6 +56,14 @@ def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path
     assert f"continuing_subword_prefix is {prefix!r}" in stderr
     assert "Set continuing_subword_prefix to" in stderr
     assert not {"Traceback", "panicked"} & {word for line in stderr.splitlines() for word in line.split()}
+
+
+def test_a_decoder_on_which_the_library_panics_is_an_error(tmp_path: Path) -> None:
+    spec = json.loads((MODEL / "tokenizer.json").read_bytes())
+    spec["decoder"] = {"type": "Strip", "content": "a", "start": 1, "stop": 1}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(TokenizerUnusable, match="can't decode with it"):
+        audit(tmp_path, tmp_path)
 
 
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_check(tmp_path: Path) -> None:
