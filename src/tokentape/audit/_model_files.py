@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tokentape.chat._template import read_source
+from tokentape.chat._template import listed_templates, read_source
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 
 CONFIG = "tokenizer_config.json"
@@ -125,7 +125,7 @@ def _unrepeated(
 
 def _repeats(number: str, token: Any, added: Mapping[str, Mapping[str, Any]]) -> bool:
     own = added.get(str(token.get("content"))) if isinstance(token, Mapping) else None
-    return own is not None and {**token, "id": int(number)} == own
+    return own is not None and str(own["id"]) == number and {**token, "id": own["id"]} == own
 
 
 def named_templates(folder: Path) -> dict[str, str]:
@@ -134,7 +134,7 @@ def named_templates(folder: Path) -> dict[str, str]:
     templates = {file.stem: read_source(file) for file in files}
     listed = read_json(folder / CONFIG).get("chat_template")
     if isinstance(listed, list) and not templates and not (folder / "chat_template.jinja").is_file():
-        templates = {entry["name"]: entry["template"] for entry in listed}
+        templates = listed_templates(listed)
     return {name: source for name, source in templates.items() if name not in ("default", "tool_use")}
 
 
