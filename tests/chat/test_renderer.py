@@ -18,7 +18,7 @@ from tests.chat.conftest import (
     result,
     setup_for,
 )
-from tests.chat.oracle import ANSWER, CONVERSATIONS, QUESTION, SYSTEM, by_transformers
+from tests.chat.oracle import ANSWER, CONVERSATIONS, QUESTION, SYSTEM, by_transformers, rendered_by_transformers
 from tests.searching import examples
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._sandbox import Sandbox
@@ -298,3 +298,10 @@ def test_a_template_is_compiled_once_and_keeps_nothing_of_a_rendering(monkeypatc
     ]
     assert written == ["1 a", "1 b"]
     assert compiled == [source]
+
+
+def test_a_variable_set_in_a_generation_block_is_not_set_after_it() -> None:
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    how: dict[str, Any] = {"tools": (), "add_generation_prompt": False, "date": "2026-01-02", "variables": {}}
+    text = ChatTemplate(source).render([QUESTION], **how)
+    assert text == rendered_by_transformers(source, [QUESTION], [], {}, generate=False) == "21"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tokentape.chat._template import read_source
+from tokentape.chat._template import listed_templates, read_source
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 
 CONFIG = "tokenizer_config.json"
@@ -94,9 +94,15 @@ def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[st
     for file, settings in by_file.items():
         own = {key: value for key, value in settings.items() if key not in _ELSEWHERE}
         values = {key: _unrepeated(file, key, value, added, named) for key, value in own.items()}
-        if values := {key: value for key, value in values.items() if value is not None}:
-            loading[file] = values
+        # A special token that is null is none; if its key is missing, some classes set one of their own.
+        kept = {key: value for key, value in values.items() if value is not None or _is_null_token(own, key)}
+        if kept:
+            loading[file] = kept
     return loading
+
+
+def _is_null_token(settings: Mapping[str, Any], key: str) -> bool:
+    return key.endswith("_token") and settings[key] is None
 
 
 def _unrepeated(
@@ -119,7 +125,7 @@ def _unrepeated(
 
 def _repeats(number: str, token: Any, added: Mapping[str, Mapping[str, Any]]) -> bool:
     own = added.get(str(token.get("content"))) if isinstance(token, Mapping) else None
-    return own is not None and {**token, "id": int(number)} == own
+    return own is not None and str(own["id"]) == number and {**token, "id": own["id"]} == own
 
 
 def named_templates(folder: Path) -> dict[str, str]:
@@ -128,7 +134,7 @@ def named_templates(folder: Path) -> dict[str, str]:
     templates = {file.stem: read_source(file) for file in files}
     listed = read_json(folder / CONFIG).get("chat_template")
     if isinstance(listed, list) and not templates and not (folder / "chat_template.jinja").is_file():
-        templates = {entry["name"]: entry["template"] for entry in listed}
+        templates = listed_templates(listed)
     return {name: source for name, source in templates.items() if name not in ("default", "tool_use")}
 
 
@@ -150,16 +156,23 @@ def comparable_settings(ours: Settings, theirs: Settings) -> tuple[dict[str, Any
 
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
     """Describe the settings that differ. `words` formats a name and its values in `ours` and `theirs`."""
-    flat = ({f"{file} {key}": v for file, keys in side.items() for key, v in keys.items()} for side in (ours, theirs))
+    # As text, because null differs from a missing key.
+    flat = (
+        {
+            f"{file} {key}": json.dumps(value, ensure_ascii=False, sort_keys=True)
+            for file, keys in side.items()
+            for key, value in keys.items()
+        }
+        for side in (ours, theirs)
+    )
     differences = [words.format(name, *(_brief(name, value) for value in pair)) for name, pair in unlike(*flat).items()]
     more = len(differences) - _SHOWN
     return "; ".join([*differences[:_SHOWN], *([f"{more} more differ"] if more > 0 else [])])
 
 
-def _brief(name: str, value: Any) -> str:
-    if value is None:
+def _brief(name: str, text: str | None) -> str:
+    if text is None:
         return "not set or false" if name.endswith(_OFF_BY_DEFAULT) else "not set"
-    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

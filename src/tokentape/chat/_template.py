@@ -71,7 +71,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return cls(value)
         if isinstance(value, list):
-            named = {entry["name"]: entry["template"] for entry in value}
+            named = listed_templates(value)
             if "default" in named:
                 return cls(named["default"], named.get("tool_use"))
         raise TokenizerUnusable(
@@ -209,13 +209,16 @@ def join_parts(content: Any) -> str:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Ignores `{% generation %}` tags. They mark assistant text for loss masks; Tokentape's come from provenance."""
+    """Reads `{% generation %}` tags, which mark assistant text for loss masks; Tokentape's come from provenance.
+
+    As in transformers, what is set inside is not set after the block.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Dict:
@@ -243,6 +246,17 @@ def read_source(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise TokenizerUnusable(f"{path} is not a chat template: expected UTF-8 text") from None
+
+
+def listed_templates(listed: Sequence[Any]) -> dict[str, str]:
+    """Return the templates of a list in tokenizer_config.json, by name. Raises `TokenizerUnusable`."""
+    try:
+        return {entry["name"]: entry["template"] for entry in listed}
+    except (KeyError, TypeError):
+        raise TokenizerUnusable(
+            "an entry of `chat_template` in tokenizer_config.json has another form; expected objects with `name` and "
+            "`template`"
+        ) from None
 
 
 def parse_template(source: str) -> jinja2.nodes.Template:

@@ -153,6 +153,24 @@ def test_merges_that_changed_are_named(tiny_lock: Lock, tiny: Path) -> None:
     assert merges.found == f"1 gone: {names[1]!r}; 1 moved: {names[0]!r}"
 
 
+def without_effect(spec: dict[str, Any]) -> None:
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [part] if (part := spec["normalizer"]) else []}
+    spec["model"]["merges"].insert(0, spec["model"]["merges"][-1])  # the last place counts
+
+
+def test_parts_that_provably_have_no_other_effect_are_as_locked(tiny_lock: Lock, tiny: Path) -> None:
+    assert examine(tiny_lock, edited(tiny, without_effect)).ok
+
+
+@pytest.mark.parametrize(("added", "same"), [("{# A comment. #}", True), ("\n", True), ("{{ '.' }}", False)])
+def test_a_template_that_provably_writes_the_same_is_as_locked(
+    tiny_lock: Lock, tiny: Path, added: str, same: bool
+) -> None:
+    template = tiny / "chat_template.jinja"
+    template.write_text(template.read_text(encoding="utf-8").rstrip("\n") + added, encoding="utf-8")
+    assert ("template" not in changed(examine(tiny_lock, tiny))) is same
+
+
 def test_different_eos_id_is_reported(tiny_lock: Lock, tiny: Path) -> None:
     report = examine(
         tiny_lock, edited(tiny, lambda spec: spec.update(eos_token_id=[0, 1, 5]), "generation_config.json")
@@ -206,6 +224,14 @@ def test_settings_that_make_the_same_tokenizer_are_a_note(tiny_lock: Lock, tiny:
     assert any("loads the same tokenizer from both" in note for note in report.notes)
 
 
+def test_a_special_token_that_stays_null_is_no_change(tiny: Path) -> None:
+    """If the key is missing, this class sets an unknown token of its own."""
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None}
+    edited(tiny, lambda config: config.update(settings), "tokenizer_config.json")
+    lock = make_lock(tiny)
+    assert examine(lock, edited(tiny, lambda config: config.update(errors="replace"), "tokenizer_config.json")).ok
+
+
 def test_older_lock_reports_what_it_lacks(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     written = json.loads(tiny_lock.to_text())
     del written["components"]["loading"]
@@ -235,7 +261,9 @@ def test_equivalent_bytes_are_a_note_and_fail_only_with_strict(tiny_lock: Lock, 
     edited(tiny, lambda spec: None)
     report = examine(tiny_lock, tiny)
     assert report.ok
-    assert report.notes == ("tokenizer.json has different bytes, but nothing that was compared in it changed",)
+    assert report.notes == (
+        "tokenizer.json has different bytes, but nothing that was compared in it has another effect",
+    )
     assert changed(examine(tiny_lock, tiny, strict=True)) == ["versions and files"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import spec as spec_backend
-from tokentape.audit._skew.file_findings import _same_template
+from tokentape.audit._skew.file_findings import same_template
 from tokentape.audit._skew.findings import AuditReport, audit_cases
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
@@ -95,6 +95,13 @@ def test_huge_number_counts_as_no_limit(sides: tuple[Path, Path]) -> None:
     assert not audit(*sides).findings
 
 
+def test_a_special_token_that_is_null_differs_from_one_that_the_class_sets(sides: tuple[Path, Path]) -> None:
+    for folder in sides:
+        put(folder, CONFIG, tokenizer_class="Qwen2Tokenizer")
+    put(sides[0], CONFIG, unk_token=None)
+    assert "unk_token is null in A and not set in B" in audit(*sides).findings[0].cause
+
+
 def test_settings_that_transformers_does_not_take_are_a_note(sides: tuple[Path, Path]) -> None:
     put(sides[0], CONFIG, add_bos_token=True)
     report = audit(*sides)
@@ -152,9 +159,18 @@ def test_end_of_turn_text_is_compared_although_never_sampled(sides: tuple[Path, 
 def test_loss_markers_do_not_hide_text_differences() -> None:
     plain = "{% for m in messages %}a\n\n{{ m.content }}{% endfor %}"
     marked = "{% for m in messages %}a\n\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    assert _same_template(plain, marked)
-    assert not _same_template(plain, marked.replace("\n\n", "\n"))
-    assert not _same_template(plain, marked.replace("{% endgeneration %}", "\n\n{% endgeneration %}"))
+    assert same_template(plain, marked)
+    assert not same_template(plain, marked.replace("\n\n", "\n"))
+    assert not same_template(plain, marked.replace("{% endgeneration %}", "\n\n{% endgeneration %}"))
+
+
+@pytest.mark.parametrize(("a", "b"), [("{{ true }}", "{{ 1 }}"), ("{{ 1 }}", "{{ 1.0 }}")])
+def test_templates_that_write_equal_values_differently_are_not_the_same(a: str, b: str) -> None:
+    assert not same_template(a, b)
+
+
+def test_a_variable_set_in_a_loss_marker_is_not_set_after_it() -> None:
+    assert not same_template("{% generation %}{% set x = 1 %}{% endgeneration %}{{ x }}", "{% set x = 1 %}{{ x }}")
 
 
 def test_a_model_type_for_which_transformers_takes_another_class_is_skew(sides: tuple[Path, Path]) -> None:

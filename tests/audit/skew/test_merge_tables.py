@@ -83,3 +83,11 @@ def test_a_vocabulary_that_merging_makes_does_not_depend_on_ignore_merges() -> N
             whole += 1
             assert encoded(merges, vocab) == encoded(merges, vocab, ignore_merges=True), merges
     assert 20 < whole < 120
+
+
+def test_a_merge_of_byte_tokens_has_an_effect() -> None:
+    pair, vocab = ("<0xC3>", "<0xA9>"), {"<0xC3>": 0, "<0xA9>": 1, "<0xC3><0xA9>": 2}
+    for merges in ([], [pair]):
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, byte_fallback=True))
+        assert made.encode("é").ids == ([2] if merges else [0, 1])
+    assert not same_merges([], [pair])

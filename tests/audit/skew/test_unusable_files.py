@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Command
+from tokentape.audit import audit
 from tokentape.audit._lock import make_lock, write_lock
+from tokentape.audit._model_files import loading_settings
 from tokentape.chat import _tokenizer_files as tokenizer_files
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
@@ -55,6 +57,36 @@ def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path
     assert f"continuing_subword_prefix is {prefix!r}" in stderr
     assert "Set continuing_subword_prefix to" in stderr
     assert not {"Traceback", "panicked"} & {word for line in stderr.splitlines() for word in line.split()}
+
+
+def test_a_decoder_on_which_the_library_panics_is_an_error(tmp_path: Path) -> None:
+    spec = json.loads((MODEL / "tokenizer.json").read_bytes())
+    spec["decoder"] = {"type": "Strip", "content": "a", "start": 1, "stop": 1}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(TokenizerUnusable, match="can't decode with it"):
+        audit(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer.json", "null", "can't load tokenizer.json"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "expected objects with `name`"),
+    ],
+)
+def test_an_error_names_the_folder(tmp_path: Path, file: str, text: str, message: str) -> None:
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(TokenizerUnusable, match=message) as raised:
+        audit(MODEL, tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}: ")
+
+
+def test_an_added_token_with_a_key_that_is_no_id_differs(tmp_path: Path) -> None:
+    spec = json.loads((MODEL / "tokenizer.json").read_bytes())
+    token = {key: value for key, value in spec["added_tokens"][0].items() if key != "id"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"x": token}}))
+    assert loading_settings(tmp_path, spec)["tokenizer_config.json"] == {"added_tokens_decoder": {"x": token}}
 
 
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_check(tmp_path: Path) -> None:

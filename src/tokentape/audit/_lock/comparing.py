@@ -11,9 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from tokentape.audit import _model_files as model_files
-from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, unpacked_merges
+from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, sha256, unpacked_merges
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
-from tokentape.audit._skew.parts import Merge, nested_difference
+from tokentape.audit._skew.file_findings import same_template
+from tokentape.audit._skew.parts import PREFIXES, Merge, nested_difference, same_merges, same_step
 from tokentape.audit._tokendiff.alignment import anchors, first_difference
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
@@ -187,12 +188,12 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     if new is None:
         return
     for name, step in old.steps.items():
-        if new.steps[name] != step:
+        if new.steps[name] != step and (name == "model" or not same_step(name, step, new.steps[name])):
             yield name, _step_change(step, new.steps[name])
     if new.vocabulary != old.vocabulary:
         yield "vocabulary", _block_change("id", old.vocabulary, new.vocabulary)
-    if new.merges != old.merges:
-        yield "merges", _merges_apart(old, observed) or _block_change("merge", old.merges, new.merges)
+    if new.merges != old.merges and (apart := _merges_apart(old, observed)) is not None:
+        yield "merges", apart or _block_change("merge", old.merges, new.merges)
     tokens = [{token.id: token for token in components.added_tokens} for components in (old, new)]
     changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
     if any(changes):
@@ -208,7 +209,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
             lacked = key == model_files.MAX_LENGTH and key not in old.configuration
             if not lacked and (old.loading is not None or not key.endswith(model_files.SAMPLED)):
                 yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
-    if new.template_sha256 != old.template_sha256:
+    if new.template_sha256 != old.template_sha256 and not _same_template(old, new):
         yield "template", _template_change(old.template, new.template)
 
 
@@ -217,6 +218,10 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
     was, now = model_files.comparable_settings(old.loading or {}, new.loading or {})
     templates = model_files.unlike(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
     changes = [_change("template", f"the template named {name} {_came(*pair)}") for name, pair in templates.items()]
+    config, config_now = was.get(model_files.CONFIG, {}), now.get(model_files.CONFIG, {})
+    nulls = [key for key, value in config_now.items() if value is None and key not in old.special_tokens]
+    if nulls and None not in config.values():  # an older lock does not say which special tokens were null
+        was[model_files.CONFIG] = {**dict.fromkeys(nulls), **config}
     if was == now:
         return changes, []
     from tokentape.audit._skew.auditor import loaded_findings
@@ -265,14 +270,16 @@ def _block_change(what: str, was: Sequence[str], now: Sequence[str]) -> str:
     )
 
 
-def _merges_apart(old: Components, observed: Observed) -> str:
-    """Describe which merges changed. Return an empty string if that is unknown."""
+def _merges_apart(old: Components, observed: Observed) -> str | None:
+    """Describe which merges changed. Return an empty string if that is unknown, None if it provably has no effect."""
     new = observed.components
     if not (old.merge_list and new and new.merge_list and observed.source and old.vocabulary == new.vocabulary):
         return ""
     vocab = json.loads(observed.source())["model"]["vocab"]
     try:
-        return merges_apart(unpacked_merges(old.merge_list, vocab), unpacked_merges(new.merge_list, vocab))
+        was, now = (unpacked_merges(packed, vocab) for packed in (old.merge_list, new.merge_list))
+        plain = not any(components.steps["model"].get(prefix) for components in (old, new) for prefix in PREFIXES)
+        return None if plain and same_merges(was, now) else merges_apart(was, now)
     except ValueError:
         return ""
 
@@ -304,6 +311,16 @@ def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | Non
     flags = [f"no longer {flag}" for flag in before if flag not in after]
     flags += [f"now {flag}" for flag in after if flag not in before]
     return f"{token_id} {now.content!r} is {' and '.join(flags)}" if flags else ""
+
+
+def _same_template(old: Components, new: Components) -> bool:
+    """Return True if two templates provably write the same text. Without variants for tools, their lines show them."""
+    texts = ["\n".join(components.template) for components in (old, new)]
+    whole = [
+        components.template_sha256 in (sha256(f"{text}\0"), sha256(f"{text}\n\0"))
+        for components, text in zip((old, new), texts, strict=True)
+    ]
+    return all(whole) and same_template(*texts)
 
 
 def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
@@ -362,8 +379,9 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
 
 def _files(old: Components, new: Components) -> Iterator[str]:
     for name, pair in model_files.unlike(old.files, new.files).items() if new.files else ():
-        processor = "which transformers processors read: it was not compared"
-        looked = processor if name == model_files.PROCESSOR_TEMPLATE else "but nothing that was compared in it changed"
+        looked = "but nothing that was compared in it has another effect"
+        if name == model_files.PROCESSOR_TEMPLATE:
+            looked = "which transformers processors read: it was not compared"
         yield f"{name} {_came(*pair, 'has different bytes')}, {looked}"
 
 

@@ -299,7 +299,7 @@ def components_of(renderer: Renderer, folder: Path) -> Components:
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     spec = json.loads(files["tokenizer.json"])
     lengths = {name: spec[name] for name in ("truncation", "padding") if spec.get(name) is not None}
-    templates = {name: _sha256(text) for name, text in model_files.named_templates(folder).items()}
+    templates = {name: sha256(text) for name, text in model_files.named_templates(folder).items()}
     return Components(
         files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
         **spec_parts(spec),
@@ -349,7 +349,7 @@ def _step(value: Any) -> Any:
         return {key: _step(part) for key, part in value.items() if key != "trim_offsets"}
     if isinstance(value, list):
         return [_step(part) for part in value]
-    return f"sha256:{_sha256(value)}" if isinstance(value, str) and len(value) > _LONG else value
+    return f"sha256:{sha256(value)}" if isinstance(value, str) and len(value) > _LONG else value
 
 
 def _entries(vocab: Mapping[str, int] | Sequence[Any]) -> Iterator[str]:
@@ -364,10 +364,10 @@ def _digests(entries: Iterable[str]) -> Iterator[str]:
     while block := list(islice(rest, BLOCK)):
         joined = "\n".join(block)
         # Token strings with line breaks could make different blocks equal when joined.
-        yield _sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]
+        yield sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]
 
 
-def _sha256(text: str) -> str:
+def sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -86,7 +86,12 @@ def audit(
         for side, options in ((a, options_a), (b, options_b)):
             if isinstance(side, str | Path):
                 progress(f"opening {side}")
-                side = open_backend(str(side), options)
+                try:
+                    side = open_backend(str(side), options)
+                except TokenizerUnusable as error:
+                    if str(side) in str(error):
+                        raise
+                    raise TokenizerUnusable(f"{side}: {error}") from error
                 opened.callback(side.close)
             backends.append(side)
         run, files = _Run(backends[0], backends[1], progress), [Path(path) for path in corpus]

@@ -153,7 +153,7 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         pairs |= {f"chat template named {name}": pair for name, pair in unlike(a.templates, b.templates).items()}
     for name, (a_template, b_template) in pairs.items():
         if a_template is not None and b_template is not None:
-            if not _same_template(a_template, b_template):
+            if not same_template(a_template, b_template):
                 cause = f"the {name} differs between A and B; no tried conversation shows it"
                 yield Skew("template", "facts", cause, _TRAINED, 1)
         elif a_template is not None or b_template is not None:
@@ -162,12 +162,19 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
                 yield Skew("template", "facts", f"{has} has a {name} and {lacks} has none", _TRAINED, 1)
 
 
-def _same_template(a: str, b: str) -> bool:
+def same_template(a: str, b: str) -> bool:
     """Return True if two templates differ at most in comments and `{% generation %}` tags."""
     try:
-        return a == b or _program(a) == _program(b)
+        # `repr`, because jinja2's nodes are equal if they write True and 1, or 1 and 1.0.
+        return a == b or (repr(_program(a)) == repr(_program(b)) and _scopes(a) == _scopes(b))
     except jinja2.TemplateError:
         return False
+
+
+def _scopes(source: str) -> list[str]:
+    """Return the `{% generation %}` blocks that set variables, which are not set after the block."""
+    scopes = parse_template(source).find_all(jinja2.nodes.Scope)
+    return [repr(scope) for scope in scopes if scope.find(jinja2.nodes.Assign) or scope.find(jinja2.nodes.AssignBlock)]
 
 
 def _program(source: str) -> jinja2.nodes.Template:

@@ -7,6 +7,7 @@ two pieces are the same in a text as alone. So two merge lists are equivalent if
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -146,9 +147,9 @@ def _normalized(part: Any, name: str) -> Any:
 
 
 _STEPS = {"normalizers", "pretokenizers", "processors", "decoders"}
-_PREFIXES = {"continuing_subword_prefix", "end_of_word_suffix"}
+PREFIXES = {"continuing_subword_prefix", "end_of_word_suffix"}
 _DEFAULTS = {
-    **dict.fromkeys(_PREFIXES, ""),
+    **dict.fromkeys(PREFIXES, ""),
     **dict.fromkeys(["ignore_merges", "byte_fallback", "fuse_unk"], False),
     **dict.fromkeys(["unk_token", "dropout"]),
 }
@@ -219,7 +220,7 @@ def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
 def _equivalent(name: str, a_part: Any, b_part: Any, a: Spec, b: Spec) -> bool:
     """Return True if two versions of a part are proven to give the same ids and text."""
     if name == "merges":
-        prefixed = any(spec["model"].get(prefix) for spec in (a, b) for prefix in _PREFIXES)
+        prefixed = any(spec["model"].get(prefix) for spec in (a, b) for prefix in PREFIXES)
         return not prefixed and same_merges(a_part, b_part)
     if name == "settings":
         if {key for key in a_part if a_part[key] != b_part[key]} != {"ignore_merges"}:
@@ -228,6 +229,12 @@ def _equivalent(name: str, a_part: Any, b_part: Any, a: Spec, b: Spec) -> bool:
         fewer = min(merges, key=len)
         return makes_whole_vocabulary(a["model"], fewer) and (merges[0] == merges[1] or same_merges(*merges))
     return bool(_loaded(a_part, name) == _loaded(b_part, name))
+
+
+def same_step(name: str, ours: Any, theirs: Any) -> bool:
+    """Return True if two versions of a normalizer, pre-tokenizer, post-processor or decoder are proven equivalent."""
+    a_part, b_part = _normalized(ours, name), _normalized(theirs, name)
+    return bool(a_part == b_part or _loaded(a_part, name) == _loaded(b_part, name))
 
 
 def _raw(spec: Spec, name: str) -> Any:
@@ -282,12 +289,17 @@ def _merges_of_pieces(merges: Iterable[Merge]) -> dict[str, list[Merge]]:
     return of_pieces
 
 
+_BYTES_SPELLED = re.compile("(<0x[0-9A-F]{2}>)+")
+"""Tokens of byte fallback. Their merges apply to characters that the vocabulary lacks, not to this spelling."""
+
+
 @lru_cache(4)
 def applied_merges(merges: tuple[Merge, ...]) -> list[Merge]:
     """Return the merges of a list that can apply in some text, each once, in the order in which they apply."""
     # `tokenizers` gives a merge that is listed twice its last place.
     ranks = {merge: rank for rank, merge in enumerate(merges)}
-    return [merge for merge in sorted(ranks, key=ranks.__getitem__) if _applied(merge, ranks)]
+    ordered = sorted(ranks, key=ranks.__getitem__)
+    return [merge for merge in ordered if any(map(_BYTES_SPELLED.fullmatch, merge)) or _applied(merge, ranks)]
 
 
 def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) -> bool:

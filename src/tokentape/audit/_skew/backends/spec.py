@@ -123,11 +123,19 @@ class SpecBackend(TemplateBackend):
         except BaseException as error:
             if not is_refusal(error):
                 raise
-            name = self.facts.name
-            raise TokenizerUnusable(f"{name}: `tokenizers` loads it, but can't encode with it: {error}") from error
+            raise self._unusable("encode", error) from error
+
+    def _unusable(self, what: str, error: BaseException) -> TokenizerUnusable:
+        return TokenizerUnusable(f"{self.facts.name}: `tokenizers` loads it, but can't {what} with it: {error}")
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
+        """See `Backend`. Raises `TokenizerUnusable` if the decoder fails."""
+        try:
+            return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
+        except BaseException as error:
+            if not is_refusal(error):
+                raise
+            raise self._unusable("decode", error) from error
 
     def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         if self._marked is None:
@@ -345,12 +353,12 @@ def without_marks(template: str) -> str:
 
 
 def _with_marks(template: str) -> str:
-    """Return the template with private characters in place of `{% generation %}` tags, and the same space trimming."""
+    """Return the template with private characters in place of `{% generation %}` tags, scoped and trimmed alike."""
 
     def marked(tag: re.Match[str]) -> str:
         before, end, after = tag.groups()
-        mark = _END if end else _BEGIN
-        return f"{{%{before} set _mark = 0 %}}{{{{ '{mark}' }}}}{{% set _mark = 0 {after}%}}"
+        first, mark, last = ("set _mark = 0", _END, "endwith") if end else ("with", _BEGIN, "set _mark = 0")
+        return f"{{%{before} {first} %}}{{{{ '{mark}' }}}}{{% {last} {after}%}}"
 
     return _GENERATION.sub(marked, template)
 
