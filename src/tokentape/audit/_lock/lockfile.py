@@ -368,6 +368,7 @@ def _digests(entries: Iterable[str]) -> Iterator[str]:
 
 
 def sha256(text: str) -> str:
+    """Return the hex SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
