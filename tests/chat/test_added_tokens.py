@@ -133,7 +133,7 @@ def test_the_twin_keeps_the_normalizer(normalizer: str) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["merges", "vocab", "normalizer", "added_tokens"])
 def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    rename = tokenizer_module._rename_controls
+    rename = tokenizer_module.renamed_controls
 
     def faulty(spec: Any, name: Any) -> dict[str, Any]:
         twin = rename(spec, name)
@@ -150,7 +150,7 @@ def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPa
                 twin["added_tokens"] = [token for token in twin["added_tokens"] if token["content"] != "<b>"]
         return twin
 
-    monkeypatch.setattr(tokenizer_module, "_rename_controls", faulty)
+    monkeypatch.setattr(tokenizer_module, "renamed_controls", faulty)
     monkeypatch.setattr(twin_proof, "_AT_ONCE", 2000)  # it ends with the texts that include the difference
     with pytest.raises(TokenizerUnusable, match="encodes to"):
         prove_twin(tokenizer_of(spec_with(TAG)))
@@ -169,7 +169,7 @@ def test_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
 def test_no_file_is_written_for_a_differing_twin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        tokenizer_module, "_rename_controls", lambda spec, name: {**spec, "normalizer": {"type": "NFD"}}
+        tokenizer_module, "renamed_controls", lambda spec, name: {**spec, "normalizer": {"type": "NFD"}}
     )
     monkeypatch.setattr(twin_proof, "_AT_ONCE", 2000)
     with pytest.raises(TokenizerUnusable):

@@ -36,6 +36,7 @@ from tokentape.chat._tokenizer_files import (
     named_special_tokens,
     read_added_tokens,
     read_json,
+    renamed_controls,
 )
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
@@ -362,7 +363,7 @@ class Tokenizer:
             # A vocabulary may contain private-use characters (Gemma's does).
             free = (char for char in map(chr, range(start, start + _BLOCK_SIZE)) if char not in self._vocab)
             name = dict(zip((control.content for control in self.controls), free, strict=False))
-            encoder = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
+            encoder = from_text(json.dumps(renamed_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
                 if encoder.token_to_id(name[control.content]) != control.id:
                     raise TokenizerUnusable(f"can't keep the control token {control.content!r} apart from text")
@@ -424,33 +425,3 @@ class Tokenizer:
 
 def _mark(index: int) -> str:
     return chr(_HIGH + index // 1024) + chr(_LOW + index % 1024)
-
-
-def _rename_controls(spec: Mapping[str, Any], name: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of a tokenizer.json in which control tokens have different names and the same ids.
-
-    `name` maps spellings to names. Each name replaces its token in the vocabulary or in the added tokens, so that ids
-    that the library assigns by position stay the same.
-    """
-    model = dict(spec["model"])
-    if isinstance(model["vocab"], Mapping):
-        model["vocab"] = {name.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
-        if "merges" in model:
-            pairs = map(_pair, model["merges"])
-            model["merges"] = [[a, b] for a, b in pairs if a not in name and b not in name and a + b not in name]
-    else:
-        model["vocab"] = [[name.get(entry[0], entry[0]), *entry[1:]] for entry in model["vocab"]]
-    if model.get("unk_token") in name:
-        model["unk_token"] = name[model["unk_token"]]
-    added = [
-        {**token, "content": name[token["content"]], "normalized": False, "single_word": False}
-        if token["content"] in name
-        else token
-        for token in spec.get("added_tokens", [])
-    ]
-    unused = dict.fromkeys(("post_processor", "truncation", "padding"))
-    return {**spec, "model": model, "added_tokens": added, **unused}
-
-
-def _pair(merge: str | Sequence[str]) -> Sequence[str]:
-    return merge.split(" ") if isinstance(merge, str) else merge

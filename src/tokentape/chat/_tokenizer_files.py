@@ -1,10 +1,10 @@
-"""Read a tokenizer's files: load tokenizer.json with `tokenizers`, and read which added tokens are control tokens."""
+"""Read a tokenizer's files: load and change tokenizer.json, and tell which added tokens are control tokens."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,3 +197,33 @@ def any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
         for token in longest_first
     )
     return re.compile("|".join(patterns) or "(?!)")
+
+
+def renamed_controls(spec: Mapping[str, Any], name: Mapping[str, str]) -> dict[str, Any]:
+    """Return a copy of a tokenizer.json in which control tokens have different names and the same ids.
+
+    `name` maps spellings to names. Each name replaces its token in the vocabulary or in the added tokens, so that ids
+    that the library assigns by position stay the same.
+    """
+    model = dict(spec["model"])
+    if isinstance(model["vocab"], Mapping):
+        model["vocab"] = {name.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+        if "merges" in model:
+            pairs = map(_pair, model["merges"])
+            model["merges"] = [[a, b] for a, b in pairs if a not in name and b not in name and a + b not in name]
+    else:
+        model["vocab"] = [[name.get(entry[0], entry[0]), *entry[1:]] for entry in model["vocab"]]
+    if model.get("unk_token") in name:
+        model["unk_token"] = name[model["unk_token"]]
+    added = [
+        {**token, "content": name[token["content"]], "normalized": False, "single_word": False}
+        if token["content"] in name
+        else token
+        for token in spec.get("added_tokens", [])
+    ]
+    unused = dict.fromkeys(("post_processor", "truncation", "padding"))
+    return {**spec, "model": model, "added_tokens": added, **unused}
+
+
+def _pair(merge: str | Sequence[str]) -> Sequence[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
