@@ -143,8 +143,8 @@ def test_prompt_and_completion_are_returned_as_ids(server: FakeVllm, finish: str
 WRONG: dict[str, tuple[Tamper, str]] = {
     "no prompt": (lambda e: e[0].pop("prompt_token_ids"), "prompt_token_ids"),
     "no list of ids": (lambda e: e[0].update(prompt_token_ids="abc"), "not a list of token ids"),
-    "no ids": (lambda e: e[1]["choices"][0].update(token_ids=None), "expected the same ids"),
-    "another id": (lambda e: e[1]["choices"][0].update(token_ids=[9]), "expected the same ids"),
+    "no ids": (lambda e: e[1]["choices"][0].update(token_ids=None), "are not the same"),
+    "another id": (lambda e: e[1]["choices"][0].update(token_ids=[9]), "are not the same"),
     "a token's text": (
         lambda e: e[1]["choices"][0]["logprobs"]["content"][0].update(token="hello"),
         "a token as text",
