@@ -222,3 +222,13 @@ def test_certificate_refuses_external_bridges_that_change_the_context(renderer: 
 
 def test_a_certificate_shows_forged_control_tokens(renderer: Renderer) -> None:
     assert not certify(overridden(renderer, Forged)).injection_safe
+
+
+@pytest.mark.parametrize("added", [[1.5], [-1], [2**40]])
+def test_bridge_that_is_no_list_of_ids_is_refused(renderer: Renderer, added: list[Any]) -> None:
+    class Odd(Chat):
+        def bridge_to_next_turn(self, prompt: list[int], completion: list[int], new: Any, *, tools: Any = None) -> Any:
+            return [*prompt, *completion, *added]
+
+    with pytest.raises(InvariantViolation, match="expected a flat list of whole numbers"):
+        bridged(renderer, Odd)

@@ -13,7 +13,7 @@ from tokentape.chat._compared_strings import compared
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._strategy import choose
 from tokentape.chat._template import ChatTemplate, parse_template
-from tokentape.types import Message
+from tokentape.types import Media, Message
 
 HEAD = "{% set ns = namespace(n=0, calls=0, rule='', plan=false, who='', deep=false, thought=false) %}"
 BODY = (
@@ -310,3 +310,27 @@ def test_compared_numbers_and_words_are_extracted() -> None:
         "{% if m.name in ['run'] or m.content | trim | length > 500 %}{% endif %}"
     )
     assert compared(tree) == (("/deep",), ("run",), 9, 500, 7)
+
+
+class Images:
+    """An image processor that makes no tokens: no message under test has an image."""
+
+    placeholder_id = 0
+    settings = Media("0" * 64, "application/json", b"{}")
+
+    def tokens(self, image: Media) -> int:
+        raise AssertionError(image)
+
+
+def test_text_that_counts_earlier_images_is_bridged_in_context() -> None:
+    source = (
+        "{% set ns = namespace(images=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'image' %}{% set ns.images = ns.images + 1 %}{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}{% if ns.images %} (seen: {{ ns.images }}){% endif %}<|im_end|>\n{% endfor %}" + PROMPT
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source), images=Images())
+    setup = setup_for(renderer, tools=())
+    seen = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}]
+    strategy = choose(renderer, certify(renderer), assistant("1"), [user("2")], setup, seen)
+    assert strategy == "contextual"

@@ -63,6 +63,25 @@ def test_reasoning_that_was_streamed_stays(renderer: Renderer) -> None:
     assert reply.content == streamed == "<think>hm so"
 
 
+@pytest.mark.parametrize(
+    "delta",
+    [
+        ReplyDelta(5),  # type: ignore[arg-type]
+        ReplyDelta(reasoning=["a"]),  # type: ignore[arg-type]
+        ReplyDelta("\ud800"),
+        ReplyDelta(tool_calls=(ToolCall("f", {"a": 1}, "ok", (0, 1)),)),  # type: ignore[arg-type]
+    ],
+)
+def test_a_reply_that_is_no_text_counts_as_a_failure(renderer: Renderer, delta: ReplyDelta) -> None:
+    def end() -> tuple[ReplyDelta, Reply]:
+        return delta, Reply(delta.content, delta.reasoning, delta.tool_calls, False)
+
+    streamed, reply = parse(renderer, Faulty([ReplyDelta()], end), "one")
+    assert reply.content == streamed == "one"
+    assert reply.problem
+    assert not reply.tool_calls
+
+
 def test_the_problem_does_not_quote_the_completion(renderer: Renderer) -> None:
     assert "secret" not in parse(renderer, Faulty([ReplyDelta()], fails), "secret")[1].problem
 

@@ -92,6 +92,16 @@ def test_prompt_is_the_same_with_or_without_earlier_renderings(
     assert prompt(second) == warm
 
 
+def test_texts_that_differ_only_at_their_ends_stay_different_in_a_first_rendering() -> None:
+    source = (
+        "{% set last = messages[-1] %}{% for m in messages %}{% if m.content == last.content %}Last: {% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    made = renderer.render([{"role": "user", "content": text} for text in ("ok", "so")], setup_for(renderer))
+    assert renderer.tokenizer.decode(made.ids[made.provenance == Provenance.USER].tolist()) == "okso"
+
+
 def renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by each rendering's number of messages."""
     rendered: list[int] = []

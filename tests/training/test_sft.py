@@ -173,6 +173,25 @@ def test_marks_of_trl_s_templates_count_as_in_transformers(trl_template: str) ->
         assert sample.loss_mask.astype(int).tolist() == list(expected["assistant_masks"]), name
 
 
+def test_marked_block_may_set_a_variable_of_the_same_name_as_outside() -> None:
+    source = (
+        "{% set state = 'no' %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{% set state = 'yes' %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{{ state }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    expected = by_transformers(renderer, CONVERSATIONS["two turns"])
+    assert sft(renderer, CONVERSATIONS["two turns"]).loss_mask.astype(int).tolist() == list(expected["assistant_masks"])
+
+
+def test_marks_in_the_tool_use_template_are_used_with_tools() -> None:
+    source = load_renderer(MARKED[0]).template.source
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(_unmarked(source), source))
+    expected = by_transformers(load_renderer(MARKED[0]), CONVERSATIONS["call"])
+    assert sft(renderer, CONVERSATIONS["call"]).loss_mask.astype(int).tolist() == list(expected["assistant_masks"])
+
+
 def test_marks_of_a_template_can_be_ignored() -> None:
     renderer = load_renderer(MARKED[0])
     (marked,) = trained_text(renderer, sft(renderer, CONVERSATIONS["reasoning"]))

@@ -4,9 +4,9 @@ A template mixes its own control tokens with strings from users, tools and syste
 character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. A string
 that becomes a control token in brackets (`'<' ~ key ~ '>'`) also gets a placeholder. Every control token spelled in
 the rendering was therefore written by the template. The placeholders are then turned back into their characters. A
-second rendering has edge markers, different surrogates, in place of the first and last character of each string. It
-shows who wrote each character; ids never depend on it. If a suffix equals an earlier one, character for character, with
-only callers' texts replaced, its provenance follows from the cached literals, without a second rendering.
+second rendering has edge markers, different surrogates, before and after each string. It shows who wrote each
+character; ids never depend on it. If a suffix equals an earlier one, character for character, with only callers' texts
+replaced, its provenance follows from the cached literals, without a second rendering.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def provenance_of_role(role: str) -> Provenance:
 
 
 def with_edges(message: Message) -> dict[str, Any]:
-    """Return the message with the first and last character of each text replaced by its role's edge markers."""
+    """Return the message with its role's edge markers around each text, without the white space at its ends."""
     code = provenance_of_role(message.get("role", ""))
     edged = dict(message)
     for key in ("content", "reasoning_content", "thinking", "reasoning"):
@@ -206,15 +206,15 @@ def with_edges(message: Message) -> dict[str, Any]:
     return edged
 
 
-def provenance_of_characters(edged: str, length: int) -> Codes:
+def provenance_of_characters(edged: str, characters: str) -> Codes:
     """Return the provenance of each character in a rendering with edge markers. A mark counts as one character.
 
-    `length` is the length of the rendering without edge markers, which is encoded to ids. If the lengths differ,
-    because the template looks at the first or last characters of texts, all characters get TEMPLATE.
+    `characters` is the rendering without edge markers, which is encoded to ids. If the texts differ in more than edge
+    markers, because the template looks at the first or last characters of texts, all characters get TEMPLATE.
     """
     text = MARK.sub("\0", edged)
-    codes = np.full(length, Provenance.TEMPLATE, dtype=np.uint8)
-    if len(text) == length:
+    codes = np.full(len(characters), Provenance.TEMPLATE, dtype=np.uint8)
+    if _EDGE.sub("", text) == characters:
         for code, start, end in _edged_texts(text):
             codes[start:end] = code
     return codes
@@ -241,9 +241,9 @@ def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
     return out
 
 
-def _edge_characters(code: Provenance) -> tuple[str, str, str]:
-    start = _EDGES.start + 3 * int(code)
-    return chr(start), chr(start + 1), chr(start + 2)
+def _edge_characters(code: Provenance) -> tuple[str, str]:
+    start = _EDGES.start + 2 * int(code)
+    return chr(start), chr(start + 1)
 
 
 _TEMPLATE = int(Provenance.TEMPLATE)
@@ -254,38 +254,30 @@ _EDGE = re.compile(f"[{chr(_EDGES.start)}-{chr(_EDGES.stop - 1)}]")
 
 
 def _edged_texts(edged: str) -> list[tuple[Provenance, int, int]]:
-    """Return the provenance and the range of each text between edge markers, by provenance and position."""
-    edges = [(match.start(), match[0]) for match in _EDGE.finditer(edged)]
+    """Return the provenance and the range of each text between edge markers, by provenance and position.
+
+    Edge markers do not count in the positions.
+    """
+    edges = [(match.start() - before, match[0]) for before, match in enumerate(_EDGE.finditer(edged))]
     ranges = []
     for code in _CODES:
-        opening, closing, only = _edge_characters(code)
+        opening, closing = _edge_characters(code)
         start: int | None = None
-        alone: list[int] = []
         for position, edge in edges:
             if edge == opening:
                 start = position
-            elif edge == only:
-                alone.append(position)
             elif edge == closing and start is not None:
-                while alone and alone[-1] > start:
-                    alone.pop()
-                ranges.append((code, start, position + 1))
+                ranges.append((code, start, position))
                 start = None
-        ranges += ((code, position, position + 1) for position in alone)
     return ranges
 
 
 def _edge(text: str, code: Provenance) -> str:
-    opening, closing, only = _edge_characters(code)
+    opening, closing = _edge_characters(code)
     text = text.removesuffix(_NOTHING)  # The edges themselves keep the word from becoming a control token.
     core = text.strip()
-    if not core:
-        return text
-    start = text.index(core)
-    end = start + len(core)
-    if len(core) == 1:
-        return text[:start] + only + text[end:]
-    return text[:start] + opening + text[start + 1 : end - 1] + closing + text[end:]
+    # The text stays between them, because a template may compare texts with each other.
+    return text.replace(core, opening + core + closing) if core else text
 
 
 def _edged_values(value: Any, code: Provenance) -> Any:

@@ -108,7 +108,7 @@ class ExternalRenderer(Renderer):
         if result is None:
             roles = ", ".join(message["role"] for message in new_messages)
             raise TemplateRefused(f"the overriding renderer {name} has no bridge for messages with roles {roles}")
-        ids = np.asarray(getattr(result, "token_ids", result), dtype=np.int32)
+        ids = _ids(getattr(result, "token_ids", result))
         beginning = ids[: len(context_ids)]
         if not np.array_equal(beginning, context_ids):
             same = beginning == context_ids[: len(beginning)]
@@ -193,8 +193,18 @@ def _call(call: Any, tool_names: set[str], length: int) -> ToolCall:
     return call_of(call.name, call.arguments, tool_names, span, call.id)
 
 
+def _ids(returned: Sequence[int] | TokenIds) -> TokenIds:
+    array = np.asarray(returned)
+    if array.ndim != 1 or (array.size and not (array.dtype.kind in "iu" and 0 <= array.min() <= array.max() < 2**31)):
+        raise InvariantViolation(
+            f"the overriding renderer returned {array.dtype.name} of shape {array.shape} as ids; expected a flat list "
+            "of whole numbers from 0 to 2147483647"
+        )
+    return array.astype(np.int32)
+
+
 def _added(ids: Sequence[int] | TokenIds) -> PromptTokens:
-    array = np.asarray(ids, dtype=np.int32)
+    array = _ids(ids)
     return PromptTokens(array, np.full(len(array), Provenance.TEMPLATE, dtype=np.uint8))
 
 

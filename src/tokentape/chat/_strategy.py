@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate, Strategy
-from tokentape.chat._media import IMAGE, image_parts
+from tokentape.chat._media import IMAGE
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import plain_message
 from tokentape.errors import TemplateRefused
@@ -47,16 +47,12 @@ def choose(
     strategy = (
         _try_out(renderer, reply, new_messages, setup, history) if continuation is None else continuation.strategy
     )
-    if strategy == "local" and image_parts(new_messages) and _counts_images(renderer, reply, new_messages, setup):
-        return "contextual"
+    if strategy == "local" and renderer.images is not None:
+        # Certificates are made without images. The template may count them, like `Picture 2:`.
+        after_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _MARKER}]}]
+        here = renderer.suffix(reply, new_messages, setup)
+        return local_or_contextual(lambda: renderer.suffix(reply, new_messages, setup, after_image), here)
     return strategy
-
-
-def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup) -> bool:
-    """Return whether the template's text for an image depends on earlier images, like `Picture 2:`."""
-    after_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _MARKER}]}]
-    here = renderer.suffix(reply, new_messages, setup)
-    return renderer.suffix(reply, new_messages, setup, after_image) != here
 
 
 _FIELDS = {"role", "content"}

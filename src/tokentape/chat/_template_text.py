@@ -138,7 +138,7 @@ class TemplateText:
 
     def _codes(self, edged: str, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes:
         """Return the provenance of each character by a rendering with edge markers, and cache the literals."""
-        codes = provenance_of_characters(edged, len(characters))
+        codes = provenance_of_characters(edged, characters)
         literals = None if texts is None else template_literals(characters, codes, texts)
         if literals is not None:
             keep(self._literals, kind, literals)

@@ -209,10 +209,12 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, 
 
 def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
     """Return the spans of the template's `{% generation %}` blocks; None unless each assistant message has one."""
-    source, marks = _GENERATION.subn(_shown, rendered.renderer.template.source)
-    if not marks:
+    template = rendered.renderer.template
+    if not _GENERATION.search(template.whole_source):
         return None
-    shown = Renderer(rendered.renderer.tokenizer, ChatTemplate(source))
+    tool_use = template.tool_use_source
+    template = ChatTemplate(_GENERATION.sub(_shown, template.source), tool_use and _GENERATION.sub(_shown, tool_use))
+    shown = Renderer(rendered.renderer.tokenizer, template)
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown.render_text(rendered.messages, rendered.setup, generate=False))
     speakers = _speakers(rendered.messages)
     if "".join(pieces[::2]) != rendered.text or pieces[1::2] != [_OPEN, _CLOSE] * len(speakers):
@@ -222,10 +224,12 @@ def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] |
 
 
 def _shown(tag: re.Match[str]) -> str:
-    """Replace a generation tag by a tag that writes a sentinel, with the same whitespace control."""
+    """Return a generation tag and a sentinel inside the block, with the tag's whitespace control at both ends."""
     left, end, right = tag.groups()
-    sentinel = _CLOSE if end else _OPEN
-    return f'{{%{left} if true %}}{{{{ "\\u{ord(sentinel):04x}" }}}}{{% endif {right}%}}'
+    sentinel = f'{{{{ "\\u{ord(_CLOSE if end else _OPEN):04x}" }}}}'
+    if end:
+        return f"{{%{left} if true %}}{{% endif %}}{sentinel}{{% endgeneration {right}%}}"
+    return f"{{%{left} generation %}}{sentinel}{{% if true %}}{{% endif {right}%}}"
 
 
 def _starts_after_headers(rendered: RenderedConversation) -> dict[int, int] | None:
