@@ -310,6 +310,13 @@ def test_link_that_cannot_be_decoded_is_explained(page: Page, site: Site) -> Non
     page.get_by_text("The link #/garbage/%ff is not valid").wait_for()
 
 
+def test_failed_page_does_not_keep_the_title_of_the_page_before(page: Page, site: Site) -> None:
+    page.goto(site.at("/session/shop"))
+    until(page, "document.title === 'shop · Tokentape'")
+    page.goto(site.at("/garbage/%ff"))
+    until(page, "document.title === 'Not found · Tokentape'")
+
+
 def test_metadata_cannot_reorder_the_heading(page: Page, site: Site) -> None:
     page.goto(site.at("/session/hostile"))
     assert page.locator(".sessionhead .metadata").inner_text() == r'{"user":"\u202eabc"}'

@@ -91,12 +91,14 @@ function failed(error) {
     askForKey(message);
     return;
   }
+  const heading = error.status === 404 ? "Not found" : "That did not work";
+  document.title = `${heading} · Tokentape`;
   fill(
     main,
     h(
       "div",
       { class: "card", role: "alert" },
-      h("h1", {}, error.status === 404 ? "Not found" : "That did not work"),
+      h("h1", {}, heading),
       h("p", {}, error.message),
       h("p", {}, h("a", { href: "#/sessions" }, "All sessions")),
     ),
