@@ -50,3 +50,8 @@ def test_fifo_is_written_directly(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert fifo.is_fifo()
+
+
+def test_full_disk_names_the_file() -> None:
+    with pytest.raises(OSError, match=r"free up space.*'/dev/full'"):
+        write_durably(Path("/dev/full"), b"one")

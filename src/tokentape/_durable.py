@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ PART = ".part"
 """Suffix of a file that is still being written. A killed process leaves one."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file, creating its folder if needed. It gets its name once it is complete and flushed to the disk.
@@ -19,6 +23,19 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
     If the context raises, no file appears. If the path is a link, the file that it points to is replaced. Anything but
     a regular file, such as a FIFO or `/dev/stdout`, is written to directly.
     """
+    try:
+        with _durable_file(path) as file:
+            yield file
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        # Unlike an error of `open`, an error of `write` doesn't name the file.
+        reason = f"{os.strerror(error.errno)}; free up space, or write to another disk"
+        raise OSError(error.errno, reason, str(path)) from error
+
+
+@contextmanager
+def _durable_file(path: Path) -> Iterator[IO[bytes]]:
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
             yield file

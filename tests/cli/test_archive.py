@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
+from tokentape.store._snapshots import Selection, Snapshots
 
 
 def test_old_sessions_are_archived_deleted_and_read_from_the_archive(run: Run, data_dir: Path, tmp_path: Path) -> None:
@@ -42,6 +44,13 @@ def test_a_gateway_that_has_the_record_open_takes_part(
         done = run("archive", data_dir, "--to", archive, "--delete", "--url", url)
         assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
     assert run("show", data_dir).stdout == ""
+
+
+def test_sessions_that_delete_keeps_make_the_exit_code_1(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    with SqliteStore.open(data_dir) as store:
+        asyncio.run(Snapshots(store).take(Selection(), "someone", None))
+    done = run("archive", data_dir, "--to", tmp_path / "archive", "--delete")
+    assert (done.exit_code, done.stderr.count("held by snapshot")) == (1, 2)
 
 
 def test_snapshot_left_at_a_gateway_by_an_interrupted_archive_is_released(

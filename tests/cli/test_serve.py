@@ -106,6 +106,15 @@ def test_a_vllm_server_can_sample(model_dir: Path, tmp_path: Path) -> None:
     assert recorded(data, "s") == fake_vllm.SAMPLED
 
 
+def test_gateway_with_a_failed_record_does_not_say_that_all_is_recorded(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, "--data", tmp_path) as (process, url):
+        (tmp_path / "tokentape.db").unlink()
+        assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=HELLO).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 1
+        assert process.stderr.read().splitlines()[-1].startswith(f"error: stopped, but the record in {tmp_path} failed")
+
+
 def test_unreachable_vllm_server_is_named(run: Run, model_dir: Path, tmp_path: Path) -> None:
     # Port 9 is "discard", which is not served.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]

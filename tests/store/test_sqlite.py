@@ -276,3 +276,9 @@ def test_damaged_turn_among_sessions_read_together_is_named(tmp_path: Path) -> N
         connection.execute("UPDATE turns SET reply = x'00' WHERE session_id = 'b' AND seq = 1")
     with SqliteStore.open(tmp_path, read_only=True) as store, pytest.raises(StoreCorrupt, match=r"turn 1 of .*'b'"):
         list(store.iter_sessions(together=True))
+
+
+def test_folder_in_place_of_the_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokentape.db").mkdir()
+    with pytest.raises(StoreError, match=r"tokentape\.db can't be opened; expected a file"):
+        SqliteStore.open(tmp_path)

@@ -327,6 +327,12 @@ def test_older_or_newer_schema_ends_verification(directory: Path, tmp_path: Path
         verify(directory, against=read_head(tmp_path / "head.json"))
 
 
+def test_file_that_cannot_be_opened_is_an_error_and_not_a_finding(directory: Path) -> None:
+    (directory / "tokentape.db-wal").mkdir()
+    with pytest.raises(StoreError, match="can't be opened; expected a file"):
+        verify(directory)
+
+
 def test_a_finding_reads_as_a_sentence(directory: Path) -> None:
     execute(directory, "UPDATE turns SET engine = 'other' WHERE session_id = 'a' AND seq = 2")
     (finding,) = verify(directory).findings

@@ -211,6 +211,7 @@ def site(
             _shop(http, client)
             _forked(http)
             _weights(http, engine, model_dir)
+            client.session("hostile", metadata={"user": "\u202eabc"})
             _ask(http, "hostile", [{"role": "user", "content": HOSTILE}])
             yield Site(url, store, http)
 

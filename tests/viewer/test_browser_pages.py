@@ -305,6 +305,23 @@ def test_unknown_and_foreign_sessions_look_the_same_on_the_page(page: Page, keye
     assert shown[0] == shown[1]
 
 
+def test_link_that_cannot_be_decoded_is_explained(page: Page, site: Site) -> None:
+    page.goto(site.at("/garbage/%ff"))
+    page.get_by_text("The link #/garbage/%ff is not valid").wait_for()
+
+
+def test_failed_page_does_not_keep_the_title_of_the_page_before(page: Page, site: Site) -> None:
+    page.goto(site.at("/session/shop"))
+    until(page, "document.title === 'shop · Tokentape'")
+    page.goto(site.at("/garbage/%ff"))
+    until(page, "document.title === 'Not found · Tokentape'")
+
+
+def test_metadata_cannot_reorder_the_heading(page: Page, site: Site) -> None:
+    page.goto(site.at("/session/hostile"))
+    assert page.locator(".sessionhead .metadata").inner_text() == r'{"user":"\u202eabc"}'
+
+
 def test_an_admin_sees_every_session_and_the_overview(page: Page, keyed_site: Site) -> None:
     page.goto(keyed_site.at())
     page.locator("#key").fill(OPS)

@@ -28,7 +28,8 @@ def archive(
 ) -> None:
     """Archive old sessions as Parquet files with hashes.
 
-    The files are read back and compared before anything is deleted. If the command is interrupted, run it again.
+    The files are read back and compared before anything is deleted. If the command is interrupted, run it again. The
+    exit code is 1 if `--delete` kept a session.
     `show`, `view`, `export`, `verify`, `drift`, `compare` and `check-logprobs` can read an archive.
     """
     seconds = age(older_than, "--older-than")
@@ -51,10 +52,11 @@ def archive(
         )
     if as_json:
         print_json(done)
-        return
-    typer.echo(f"{shown(to)}: archived {done.sessions} sessions, deleted {len(done.deleted)}")
-    for session_id, reason in done.kept:
-        typer.echo(f"kept {session_id}: {reason}", err=True)
+    else:
+        typer.echo(f"{shown(to)}: archived {done.sessions} sessions, deleted {len(done.deleted)}")
+        for session_id, reason in done.kept:
+            typer.echo(f"kept {session_id}: {reason}", err=True)
+    raise typer.Exit(1 if done.kept else 0)
 
 
 class _GatewaySnapshots:

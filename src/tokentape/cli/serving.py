@@ -30,7 +30,7 @@ from tokentape._opening import (
 )
 from tokentape.chat._renderer import Renderer
 from tokentape.config import ServeConfig
-from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.errors import InvalidRequest, StoreError, TokentapeError
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._logs import logging_to
 from tokentape.gateway._serve import bind
@@ -59,6 +59,7 @@ def serve_alone(config: ServeConfig) -> None:
             asyncio.run(bind_record(config, renderer, store))
             asyncio.run(wait_for_engine(config.engine))
             _serve(config, renderer, store, on_ready=lambda url: _announce(config, url))
+        _report_stopped(config, store)
 
 
 def _renderer(config: ServeConfig) -> Renderer:
@@ -112,6 +113,7 @@ def serve_as_worker(config: ServeConfig, listener: socket.socket, ready: Callabl
             with _store(config) as store:
                 threading.Thread(target=_end_when_broken, args=(store,), daemon=True).start()
                 _serve(config, open_renderer(config), store, on_ready=lambda _: ready(), listener=listener)
+            _report_stopped(config, store)
         except (TokentapeError, OSError) as error:
             _log.error("worker %d can't serve: %s", os.getpid(), error)
             raise SystemExit(1) from None
@@ -167,6 +169,14 @@ def _serve(
     run_server(
         gateway, host=config.host, port=config.port, has_keys=bool(keys), on_ready=ready, drain=drain, listener=listener
     )
+
+
+def _report_stopped(config: ServeConfig, store: Store) -> None:
+    """Log that every answered call is recorded. Raise `StoreError` if the store failed, so that this is not known."""
+    if store.broken:
+        raise StoreError(
+            f"stopped, but the record in {shown(config.location)} failed earlier (see the log); run `tokentape verify`"
+        )
     _log.info("stopped; every answered call is recorded in %s", shown(config.location))
 
 

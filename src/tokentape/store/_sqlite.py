@@ -303,6 +303,11 @@ _FAILURES = {
         "the disk failed ({}); nothing more can be acknowledged; check the disk, restart, then run `tokentape verify`",
         fatal=True,
     ),
+    sqlite3.SQLITE_CANTOPEN: StoreFailure(
+        StoreError,
+        f"{DATABASE_NAME} can't be opened; expected a file that this account may read and write, in a folder that it "
+        "may write to",
+    ),
     sqlite3.SQLITE_READONLY: StoreFailure(
         StoreError,
         "the data directory is not writable, which SQLite needs even for reading; use a different account, or copy "

@@ -146,6 +146,9 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
         if not path.is_file():
             raise StoreError(no_database(location))
         check = _Check(reading_engine(path), explained, path)
+        # A file that this user can't read is an error too.
+        with suppress(StoreCorrupt), explained(), check.engine.connect() as connection:
+            connection.exec_driver_sql("SELECT 1 FROM sqlite_master")
     try:
         for session in check.sessions_in_order():
             for visit in visits:

@@ -91,17 +91,28 @@ function failed(error) {
     askForKey(message);
     return;
   }
+  const heading = error.status === 404 ? "Not found" : "That did not work";
+  document.title = `${heading} · Tokentape`;
   fill(
     main,
     h(
       "div",
       { class: "card", role: "alert" },
-      h("h1", {}, error.status === 404 ? "Not found" : "That did not work"),
+      h("h1", {}, heading),
       h("p", {}, error.message),
       h("p", {}, h("a", { href: "#/sessions" }, "All sessions")),
     ),
   );
   if (!(error instanceof Refused)) console.error(error);
+}
+
+/** The decoded parts of the URL's path. */
+function partsOf(path) {
+  try {
+    return path.split("/").slice(1).map(decodeURIComponent);
+  } catch {
+    throw new Refused(404, `The link #${path} is not valid: after a % it must have a UTF-8 byte as two hexadecimal digits.`);
+  }
 }
 
 /** Show the view that the URL selects. */
@@ -117,7 +128,7 @@ async function show() {
     drawTop();
     if (!location.hash && about.only_session) history.replaceState(null, "", `#/session/${encodeURIComponent(about.only_session)}`);
     const [path, query] = location.hash.slice(1).split("?");
-    const parts = path.split("/").slice(1).map(decodeURIComponent);
+    const parts = partsOf(path);
     const view = { main, about, parts, query: new URLSearchParams(query), signal: stop.signal, failed };
     leave = () => stop.abort();
     if (parts[0] === "session" && parts[1]) await showSession(view);

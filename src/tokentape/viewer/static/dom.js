@@ -22,6 +22,11 @@ function asNode(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
+/** `value` as JSON. Characters that change the direction of text are escaped, so that they can't reorder the rest. */
+export function json(value) {
+  return JSON.stringify(value).replace(/\p{Bidi_Control}/gu, (one) => `\\u${one.codePointAt(0).toString(16).padStart(4, "0")}`);
+}
+
 /** Replace an element's content with `children`. */
 export function fill(element, ...children) {
   element.replaceChildren(...children.filter(Boolean).map(asNode));

@@ -2,7 +2,7 @@
 
 import { link, otherOf } from "./address.js";
 import { Refused, getJson } from "./api.js";
-import { count, counted, fill, h, real, say, when } from "./dom.js";
+import { count, counted, fill, h, json, real, say, when } from "./dom.js";
 import { FILTERS, filterForm } from "./filters.js";
 import { bindKeys } from "./keys.js";
 import { poll } from "./polling.js";
@@ -345,7 +345,7 @@ class ListPage {
   }
 
   #line(one, keys) {
-    const metadata = JSON.stringify(one.metadata);
+    const metadata = json(one.metadata);
     const cell = (name, ...content) => h("td", { class: name }, ...content);
     const row = h(
       "tr",

@@ -2,7 +2,7 @@
 
 import { otherOf } from "./address.js";
 import { sideName } from "./compare.js";
-import { count, counted, fill, h, real, when } from "./dom.js";
+import { count, counted, fill, h, json, real, when } from "./dom.js";
 import { verdictBadge } from "./tree.js";
 
 export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Recorded vs. retokenized" };
@@ -41,7 +41,7 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
     : [];
   if (tree.created_at) facts.push(`begun ${when(tree.created_at)}`);
   if (tree.owner) facts.push(`key ${tree.owner}`);
-  const metadata = JSON.stringify(tree.metadata);
+  const metadata = json(tree.metadata);
   // Whether a turn was recorded in the last minute.
   const live = grows && 1000 * (tree.turns.at(-1)?.created_at ?? 0) > Date.now() - 60000;
   fill(
