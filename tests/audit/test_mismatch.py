@@ -153,12 +153,18 @@ def test_changed_ids_before_some_completions_are_found(plain: list[Trajectory], 
     change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]) - 8)
     right = recorded(plain, model, RAW, OWN)
     wrong = [*map(change, right[:3]), *right[3:]]
-    assert cause(compared(wrong, model)).causes == ("ids",)
-    unknown = [
-        replace(trajectory, weight_spans=tuple((start, end, "unknown") for start, end, _ in trajectory.weight_spans))
-        for trajectory in wrong
-    ]
-    assert cause(compared(unknown, model)).causes == ("ids", "weights")
+    assert cause(compared(wrong, model)).causes == ("ids", "weights")
+
+
+@pytest.mark.parametrize(("version", "says"), [("0", "names the same weights"), ("unknown", "does not name their")])
+def test_other_weights_under_the_same_version_are_not_called_ids(
+    plain: list[Trajectory], model: Any, version: str, says: str
+) -> None:
+    """As if one of two servers had missed an update. They were `ids`."""
+    missed = recorded(plain[5:], perturbed(model, 0.3), RAW, OWN, version=version)
+    found = cause(compared([*recorded(plain[:5], model, RAW, OWN, version=version), *missed], model))
+    assert found.causes == ("ids", "weights")
+    assert says in found.detail
 
 
 @pytest.mark.sampled(1)
@@ -201,7 +207,32 @@ def test_single_changed_id_is_found(plain: list[Trajectory], model: Any) -> None
     """Its effect on most later tokens is smaller than the limit, but larger than rounding."""
     change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]))
     right = recorded(plain, model, RAW, OWN)
-    assert cause(compared([change(right[0]), *right[1:]], model)).causes == ("ids",)
+    assert cause(compared([change(right[0]), *right[1:]], model)).causes == ("ids", "weights")
+
+
+def test_the_sequences_that_differ_most_are_looked_at(plain: list[Trajectory], model: Any) -> None:
+    """The first four were, and here they have one wrong token each."""
+    nearly = recorded(plain[:4], model, RAW, OWN)
+    for trajectory in nearly:
+        trajectory.logprobs[-1] -= 1
+    heated_ones = recorded(plain[4:], model, Rule(0.6), OWN)
+    assert cause(compared([*nearly, *heated_ones], model)).causes == ("temperature",)
+
+
+@pytest.mark.parametrize("factor", [0.8, 0.7])
+def test_logprobs_higher_than_a_truncation_makes_them_are_not_called_truncated(
+    plain: list[Trajectory], model: Any, factor: float
+) -> None:
+    wrong = recorded(plain, model, RAW, OWN)
+    for trajectory in wrong:
+        trajectory.logprobs[:] *= factor
+    assert "truncation" not in cause(compared(wrong, model)).causes
+
+
+def test_a_recorded_logprob_that_is_no_number_is_counted_as_not_compared(plain: list[Trajectory], model: Any) -> None:
+    wrong = recorded(plain[:1], model, RAW, OWN)
+    wrong[0].logprobs[-1] = -np.inf
+    assert compared(wrong, model).not_comparable == {"the recorded logprob is not a finite number": 1}
 
 
 WRONG: dict[str, Any] = {

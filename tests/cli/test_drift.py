@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Record, Run
 from tokentape.chat._renderer import Renderer
+from tokentape.demo import MODEL
 from tokentape.types import Provenance
 
 USER = (Provenance.USER, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -92,3 +94,10 @@ def test_missing_tokenizer_error_contains_advice(run: Run, tmp_path: Path) -> No
     assert result.exit_code == 1
     assert "pass the model folder with --tokenizer" in result.stderr
     assert run("drift", path, "--fail-above", 2).exit_code == 2
+
+
+def test_a_record_that_names_no_model_is_not_called_a_file(run: Run, tmp_path: Path) -> None:
+    data = shutil.copytree(MODEL.parent / "recorded", tmp_path / "data")
+    done = run("drift", data)
+    assert done.exit_code == 1
+    assert "the input does not name a model; pass the folder with --tokenizer" in done.stderr

@@ -261,6 +261,10 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "a null logprob": (lambda e: first(e)["logprobs"].update(token_logprobs=[None] * 3), "no usable log-prob"),
     "minus infinity": (lambda e: first(e)["logprobs"].update(token_logprobs=[-9999.0] * 3), "no usable log-prob"),
     "logits": (lambda e: first(e)["logprobs"].update(token_logprobs=[3.5] * 3), "logits"),
+    "neither ids nor logprobs": (
+        lambda e: [choice.update(logprobs=None, token_ids=None) for event in e for choice in event["choices"]],
+        "no token with a logprob",
+    ),
     "text for ids": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "hello"), "a token as text"),
     "a number with text": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1_1"), "a token as text"),
     "two ids in one": (

@@ -198,19 +198,18 @@ class Deviations:
             return ("isolated tokens", "rounding"), f"{where}, and the others differ {small}"
         return ("isolated tokens",), f"{where}, unlike after a change of ids or weights"
 
-    def lasting_cause(self, versions_known: bool) -> Found:
-        """Return the cause of differences that last. `versions_known`: the record names the weights of all turns."""
+    def lasting_cause(self, version_known: bool) -> Found:
+        """Return the cause of differences that last. `version_known`: the record names the weights of these turns."""
         broken, clean = self._lasting, self._clean
         if self._limits.share == 0 and self._small() and self._early():
             small = "sequences differ from their first tokens on, by no more than rounding in bfloat16 explains"
             return ("kernels", "weights"), small
         if self._within * 2 >= broken:
             return ("ids",), f"{self._within} of {broken} sequences agree at first and differ from a later token on"
-        if clean and versions_known:
-            return ("ids",), f"{clean} sequences of the same weights agree, {broken} differ from their first token on"
         if clean:
             where = f"{clean} sequences agree, {broken} differ from their first sampled token on"
-            return ("ids", "weights"), f"{where}; the record does not say which weights sampled them"
+            record = "names the same weights for all of them" if version_known else "does not name their weights"
+            return ("ids", "weights"), f"{where}; the record {record}"
         first = "all sequences differ from their first sampled token on"
         return ("weights",), f"{first}; different ids before that token in all of them would look the same"
 

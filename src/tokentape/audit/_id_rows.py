@@ -188,7 +188,7 @@ def _value(scalar: Any) -> Any:
 def _json_row(line: bytes, columns: Columns, number: int, where: str) -> IdRow:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where} is not JSON: {error}") from None
     if isinstance(value, list):
         ids = _ids(value, where)
@@ -306,12 +306,15 @@ def _not_ids(value: Any) -> str:
 
 def _mask(value: Any, where: str) -> npt.NDArray[np.bool_]:
     try:
-        mask: npt.NDArray[np.bool_] = np.asarray(value, np.float64) > 0
+        numbers = np.asarray(value, np.float64)  # null is NaN here
     except (TypeError, ValueError):
-        mask = np.zeros((), np.bool_)
-    if mask.ndim != 1:
+        numbers = np.zeros(())
+    if numbers.ndim != 1:
         raise InvalidRequest(f"{where}: expected a list of numbers, 1 where a token was sampled")
-    return mask
+    if not (valid := numbers >= 0).all():
+        n = int(valid.argmin())
+        raise InvalidRequest(f"{where}: expected 1 where a token was sampled, else 0; found {value[n]} at position {n}")
+    return numbers > 0
 
 
 def _runs(which: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

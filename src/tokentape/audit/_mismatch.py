@@ -38,7 +38,7 @@ LOOK_TOP = 512
 """The number of alternatives when a sequence is scored again. Fewer than `TOP`, because hundreds of rules are tried."""
 
 _LOOKED_AT = 4
-"""The number of sequences of each group to score again, with alternatives."""
+"""The number of sequences of each group to score again, with alternatives: those with the most differences."""
 _TOKENS = 256
 _SEQUENCES = 256
 """The number of sequences per group of which all logprobs are kept."""
@@ -80,6 +80,8 @@ class Doubt:
     positions: npt.NDArray[np.int64]
     scored: list[_Tokens]
     """Where to add the tokens after scoring."""
+    apart: int
+    """The number of its tokens with a larger difference than rounding explains."""
 
 
 class _Tokens(NamedTuple):
@@ -153,8 +155,12 @@ class Mismatch:
         compared = np.zeros(len(expected), bool)
         for n, rule in enumerate(self.rules(trajectory, sampling)):
             first, last = int(trajectory.completion_starts[n]), int(trajectory.completion_ends[n])
-            positions = np.flatnonzero(mask[first:last] & np.isfinite(trajectory.logprobs[first:last])) + first
+            positions = np.flatnonzero(mask[first:last]) + first
             positions = positions[(positions >= start) & (positions < start + len(scores.logprobs))]
+            finite = np.isfinite(trajectory.logprobs[positions])
+            if not finite.all():
+                self.not_comparable["the recorded logprob is not a finite number"] += int((~finite).sum())
+                positions = positions[finite]
             if not len(positions):
                 continue
             if isinstance(rule, str):
@@ -188,9 +194,10 @@ class Mismatch:
         group.total += float(np.abs(recorded - value)[np.isfinite(value)].sum())
         if len(group.sequences) < _SEQUENCES:
             group.sequences.append(Compared(recorded, value, positions))
-        if apart.any() and len(group.doubts) < _LOOKED_AT:
+        if apart.any():
             some = positions[:_TOKENS]
-            group.doubts.append(Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored))
+            doubt = Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored, int(apart[:_TOKENS].sum()))
+            group.doubts = sorted((*group.doubts, doubt), key=lambda doubt: -doubt.apart)[:_LOOKED_AT]
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield sequences to score again, with up to `LOOK_TOP` alternatives."""
@@ -327,11 +334,15 @@ class _Explaining:
     def _never_lower(self, rule: Rule) -> bool:
         """Return True if no recorded logprob is lower than under `rule`: any truncation raises what it keeps."""
         value, error = self._under(rule)
-        above = (self._tokens.recorded - value)[(error <= self._limits.delta) & (value < -CERTAIN)]
+        # A truncation that keeps a token keeps all likelier ones too, and so at least their probability.
+        own, top = self._tokens.own[:, None], self._tokens.top
+        likelier = np.where(top > own, (top - own) / rule.temperature, -np.inf)
+        most = -value - np.logaddexp.reduce(likelier, axis=1, initial=0.0)
+        usable = (error <= self._limits.delta) & (value < -CERTAIN)
+        above, most = (self._tokens.recorded - value)[usable], most[usable] + self._slack[usable]
         if len(above) < 30 or (above > self._limits.delta).mean() < 0.25:
             return False
-        # A truncation that keeps a tenth of the probability raises logprobs by 2.3.
-        within = (above >= -self._limits.delta) & (above < 3)
+        within = (above >= -self._limits.delta) & (above <= most + self._limits.delta)
         return bool(within.mean() >= 1 - self._limits.share - 0.02)
 
     def _explained(self, rule: Rule) -> tuple[float, float]:

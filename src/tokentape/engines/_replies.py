@@ -232,7 +232,7 @@ class ReceivedTokens:
         if reason == "abort":
             return None
         if self.last_id is None:
-            raise EngineContractError(f"the engine finished with {reason} before it sampled anything")
+            raise EngineContractError(f"the engine returned no token with a logprob, and finished with {reason}")
         if reason == "length":
             most = self.params.max_tokens
             if self.last_id in self.params.stop_token_ids and self.tokens < most:

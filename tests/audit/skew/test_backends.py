@@ -18,7 +18,7 @@ from tokentape.audit._skew.backends import PREFIXES, BackendOptions, SkewChat, o
 from tokentape.audit._skew.backends.gguf import merges_of
 from tokentape.audit._skew.backends.spec import open_json
 from tokentape.audit._skew.findings import AuditReport
-from tokentape.audit._skew.parts import SPLITS
+from tokentape.audit._skew.parts import SPLITS, byte_level, same_step, with_only
 from tokentape.chat._byte_level import BYTE_OF
 from tokentape.demo import MODEL
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -97,6 +97,37 @@ def test_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes) -> Non
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(TokenizerUnusable, match=r"a\.gguf is corrupt or not a GGUF file"):
         open_backend(str(tmp_path / "a.gguf"))
+
+
+def test_a_gguf_without_a_type_for_each_token_is_refused(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "qwen3")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_types([1, 1])
+    writer.add_token_merges(["a b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(TokenizerUnusable, match="found 3 tokens, 2 token_type"):
+        open_backend(str(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize("before", [[], [{"type": "Digits", "individual_digits": True}]], ids=["alone", "after digits"])
+@pytest.mark.parametrize("space", [False, True], ids=["as is", "space put before"])
+def test_the_split_built_into_byte_level_is_that_of_gpt2(before: list[dict[str, Any]], space: bool) -> None:
+    """A GGUF or tiktoken side of GPT-2 used to differ from its tokenizer.json."""
+    built_in = {"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": True, "use_regex": True}
+    ours, theirs = ({"type": "Sequence", "pretokenizers": [*before, step]} for step in (built_in, byte_level("gpt2")))
+    texts = ["it's 12  a\u3000b!?\r\n\n  c ", " x", "d\u0301\u00b2_9"]
+    pieces = [
+        [
+            [piece for piece, _ in with_only("pre_tokenizer", part).pre_tokenizer.pre_tokenize_str(text)]
+            for text in texts
+        ]
+        for part in (ours, theirs)
+    ]
+    assert same_step("pre_tokenizer", ours, theirs) == (pieces[0] == pieces[1]) == (not space)
 
 
 def test_a_gguf_of_an_unknown_split_is_refused(tmp_path: Path) -> None:

@@ -29,12 +29,9 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
 }
 """Split expressions by name, from the models' own tokenizer.json or from tiktoken. Servers and converters mix them up.
 They are applied one after the other, and split text around their matches."""
-
 SPLIT_NAMES: Mapping[str, str] = {parts[0]: name for name, parts in SPLITS.items() if len(parts) == 1}
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _FIRST = {"type": "Prepend", "prepend": "▁"}
 _SINGLE_SPACE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
@@ -132,11 +129,15 @@ def _normalized(part: Any, name: str) -> Any:
     if not isinstance(part, Mapping):
         return part
     if steps := _STEPS & part.keys():
-        normalized = [step for step in (_normalized(step, name) for step in part[min(steps)]) if step is not None]
-        return ({**part, min(steps): normalized} if len(normalized) > 1 else normalized[0]) if normalized else None
+        key = min(steps)
+        kept = [step for step in (_normalized(step, name) for step in part[key]) if step is not None]
+        flat = [inner for step in kept for inner in step.get(key, [step])]
+        return ({**part, key: flat} if len(flat) > 1 else flat[0]) if flat else None
     if part.get("type") == "ByteLevel":
         if name == "post_processor":
             return None  # it changes only offsets
+        if name == "pre_tokenizer" and part.get("use_regex", True) and not part.get("add_prefix_space", True):
+            return _normalized(byte_level("gpt2"), name)  # the split that is built into ByteLevel
         decoder = name == "decoder"
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
     pattern = part.get("pattern")

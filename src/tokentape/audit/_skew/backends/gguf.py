@@ -56,7 +56,15 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         if key.startswith("tokenizer.")
     }
     notes = []
-    match model := metadata.get("ggml.model"):
+    lengths = {key: len(metadata.get(f"ggml.{key}") or ()) for key in ("tokens", "token_type", "scores", "merges")}
+    model = metadata.get("ggml.model")
+    needed = {"gpt2": "merges", "llama": "scores"}.get(model, "tokens")
+    if not lengths[needed] or not {lengths["token_type"], lengths["scores"]} <= {0, lengths["tokens"]}:
+        found = ", ".join(f"{count} {key}" for key, count in lengths.items())
+        raise TokenizerUnusable(
+            f"{path}: found {found}; expected {needed}, and no or one token_type and score per token"
+        )
+    match model:
         case "gpt2":
             pre = metadata.get("ggml.pre")
             if pre is None:
