@@ -58,7 +58,7 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
     notes = []
     lengths = {key: len(metadata.get(f"ggml.{key}") or ()) for key in ("tokens", "token_type", "scores", "merges")}
     model = metadata.get("ggml.model")
-    needed = {"gpt2": "merges", "llama": "scores"}.get(model, "tokens")
+    needed = {"gpt2": "merges", "llama": "scores"}.get(str(model), "tokens")
     if not lengths[needed] or not {lengths["token_type"], lengths["scores"]} <= {0, lengths["tokens"]}:
         found = ", ".join(f"{count} {key}" for key, count in lengths.items())
         raise TokenizerUnusable(
