@@ -130,7 +130,7 @@ def test_model_stop_counts_only_if_it_can_not_be_disabled() -> None:
 def test_reply_without_tokens_can_only_be_an_abort() -> None:
     assert completion().stop("abort", None) is None
     for reason in ("stop", "length"):
-        with pytest.raises(EngineContractError, match="before it sampled"):
+        with pytest.raises(EngineContractError, match="no token with a logprob"):
             completion(own_stops=True).stop(reason, None)  # type: ignore[arg-type]
 
 

@@ -71,5 +71,5 @@ def open_tokenizer(folder: Path | None, *sources: RecordSource, option: str = "-
                 raise InvalidRequest(f"{source.name}: {loaded}; pass the model folder with {option}")
             return Path(served.folder), loaded
     raise InvalidRequest(
-        f"the tokenizer of the ids is not known, because the input does not name a model; pass the folder with {option}"
+        f"the tokenizer of the ids is not known, because the input names no model; pass the model folder with {option}"
     )
