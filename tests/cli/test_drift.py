@@ -100,4 +100,4 @@ def test_a_record_that_names_no_model_is_not_called_a_file(run: Run, tmp_path: P
     data = shutil.copytree(MODEL.parent / "recorded", tmp_path / "data")
     done = run("drift", data)
     assert done.exit_code == 1
-    assert "the input names no model; pass the folder with --tokenizer" in done.stderr
+    assert "the input names no model; pass the model folder with --tokenizer" in done.stderr
