@@ -124,11 +124,22 @@ class Continuations:
             raise
         if any(word in suffix for word in grammar.words_of([*history, *self._setup.tools])):
             return "fork", suffix
-        full = self._marked(conversation.messages, generate=True)
-        if grammar.is_clean(reply) and reply["content"] and not full.endswith(self._after_turn(reply, suffix).text):
-            # What the template writes after the turn depends on the turn's text, for which the suffix has a sentinel.
+        if grammar.is_clean(reply) and reply["content"] and self._depends_on_turn(conversation):
             return "fork", suffix
         return self._local_or_contextual(conversation, suffix), suffix
+
+    def _depends_on_turn(self, conversation: Conversation) -> bool:
+        """Return whether the text after a turn depends on the turn's text, for which a suffix has a sentinel.
+
+        For example, a template may write how long the turn is.
+        """
+        content = conversation.reply["content"]
+        after = set()
+        for text in (content, f"{content} {content}"):
+            whole = conversation._replace(reply=self._with(conversation.reply, content=text)).messages
+            _, found, rest = self._marked(whole, generate=True).rpartition(text)
+            after.add(rest if found else "")
+        return len(after) > 1
 
     def _under_words(self, name: str, shortest: tuple[Message, ...]) -> tuple[bool, _Rewritten | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`, and unusual texts.
