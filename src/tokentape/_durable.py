@@ -12,7 +12,6 @@ from typing import IO
 PART = ".part"
 """Suffix of a file that is still being written. A killed process leaves one."""
 
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

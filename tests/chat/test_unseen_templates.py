@@ -349,6 +349,22 @@ def test_a_bridge_that_depends_on_the_text_of_the_turn_is_not_certified() -> Non
     assert found.strategy == "fork"
 
 
+LEAVES_CALLS_OUT = FRAMED.replace(
+    "{% if m.content %}<|box_start|>{{ m.content }}<|box_end|>{% endif -%}",
+    "{% if loop.index0 and messages[loop.index0 - 1].role == 'tool' and m.content %}{{ m.content }}<|endoftext|>\n"
+    "{% continue %}{% endif -%}{% if m.content %}<|box_start|>{{ m.content }}<|box_end|>{% endif -%}",
+)
+
+
+def test_calls_left_out_after_a_tool_result_keep_the_certificate() -> None:
+    """DeepSeek-V3 does this. What it writes after the turn does not depend on the turn's text."""
+    found = [
+        Continuations(renderer, grammar.setup(renderer.fingerprint, {})).find("tool").strategy
+        for renderer in map(renderer_of, (FRAMED, LEAVES_CALLS_OUT))
+    ]
+    assert found[0] == found[1] != "fork"
+
+
 def test_omitting_the_last_turn_before_a_prompt_keeps_the_certificate() -> None:
     """No request ends with an assistant's message."""
     assert certificate_of(LEAVES_LAST_OUT + FRAMED).continuations == certificate_of(FRAMED).continuations

@@ -121,13 +121,9 @@ class SafeParser:
         return rest, Reply("".join(self._content), "".join(self._reasoning), tuple(self._calls), False, self._problem)
 
     def _returned(self, delta: ReplyDelta) -> ReplyDelta:
-        for text in (
-            delta.content,
-            delta.reasoning,
-            *(t for call in delta.tool_calls for t in (call.name, call.arguments)),
-        ):
-            # An overriding parser may return anything. This raises unless it is text that can be sent and recorded.
-            str.encode(text)
+        calls = [call.name + call.arguments for call in delta.tool_calls]
+        # An overriding parser may return anything. This raises unless it is text that can be sent and recorded.
+        "".join([delta.content, delta.reasoning, *calls]).encode()
         if delta.content:
             self._content.append(delta.content)
         if delta.reasoning:
