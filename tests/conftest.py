@@ -79,6 +79,9 @@ class SharedEngine:
         pass
 
 
+# Test processes are forked. Otherwise, asking whether there is a GPU would make it unusable after a fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # Sources are compiled once, not by each process that tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

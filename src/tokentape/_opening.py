@@ -273,10 +273,17 @@ async def open_configured(
 
         model = model_folder(config)
         _log.info("loading the weights from %s", model)
-        threads = engine.threads or (1 if model == MODEL else None)
+        tiny = model == MODEL
         modes: dict[str, LogprobsMode] = {mode.removesuffix("_logprobs"): mode for mode in get_args(LogprobsMode)}
         mode = modes[engine.logprobs_mode or "processed"]
-        return TransformersEngine.open(model, threads=threads, logprobs_mode=mode, adapters=engine.adapters)
+        return TransformersEngine.open(
+            model,
+            dtype=engine.dtype or "float32",
+            device=engine.device or ("cpu" if tiny else "auto"),
+            threads=engine.threads or (1 if tiny else None),
+            logprobs_mode=mode,
+            adapters=engine.adapters,
+        )
     from tokentape.engines._pool import EnginePool
 
     guard = _guard(config, renderer, weights_now) if check else None

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, get_origin
 from tokentape._hub import is_hub_name
 from tokentape._settings import Setting, build, env_name, option, walk
 from tokentape.chat._splice import History, StopMismatch
-from tokentape.engines._base import Timeouts
+from tokentape.engines._base import Dtype, Timeouts
 from tokentape.engines._kinds import KINDS, EngineKind
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._keys import Keys
@@ -58,6 +58,17 @@ class EngineConfig:
     threads: int | None = option(
         None, "CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model.", least=1
     )
+    device: str | None = option(
+        None,
+        "torch device of the embedded engine, such as cpu or cuda:1. Default: the first CUDA GPU if there is one, else "
+        "the CPU; the CPU for the tiny model.",
+        metavar="DEVICE",
+    )
+    dtype: Dtype | None = option(
+        None,
+        "Type of weights and computation of the embedded engine. Only float32 logprobs can be recomputed to 1e-4. "
+        "Default: float32.",
+    )
     logprobs_mode: Literal["raw", "scaled", "processed"] | None = option(
         None,
         "Which logprobs the embedded engine reports. processed: those that tokens are sampled with. scaled: those "
@@ -77,6 +88,15 @@ class EngineConfig:
         300.0, "Seconds to wait at startup until the engine's server answers.", "--engine-wait"
     )
     timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+_EMBEDDED_ONLY = {
+    "device": ("--device", "choose the device at {server}"),
+    "dtype": ("--dtype", "set it at {server} (vllm serve and SGLang have their own --dtype)"),
+    "logprobs_mode": ("--logprobs-mode", "set it at {server} (vllm serve has its own --logprobs-mode)"),
+    "adapters": ("--adapter", "load the adapter at {server} and pin its name"),
+}
+"""Settings of the embedded engine: the flag, and what to do with a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +214,14 @@ class ServeConfig:
                 f"--engine {self.engine.kind} without the URL of the server: add --engine-url http://host:port",
                 "engine",
             )
-        if self.engine.kind != "transformers" and self.engine.logprobs_mode is not None:
-            raise InvalidRequest(
-                "--logprobs-mode applies only to the embedded engine. Leave it out, and set the mode at the "
-                f"{self.engine.kind} server (vllm serve has its own --logprobs-mode)",
-                "engine.logprobs_mode",
-            )
-        if self.engine.kind != "transformers" and self.engine.adapters:
-            raise InvalidRequest(
-                "--adapter applies only to the embedded engine. Leave it out, load the adapter at the "
-                f"{self.engine.kind} server, and pin its name there",
-                "engine.adapters",
-            )
+        if self.engine.kind != "transformers":
+            for name, (flag, at_the_server) in _EMBEDDED_ONLY.items():
+                if getattr(self.engine, name):
+                    raise InvalidRequest(
+                        f"{flag} applies only to the embedded engine. Leave it out, and "
+                        + at_the_server.format(server=f"the {self.engine.kind} server"),
+                        f"engine.{name}",
+                    )
         if self.engine.capture and (self.engine.kind != "vllm" or len(self.engine.urls) != 1):
             raise InvalidRequest("capture needs one vLLM server: --engine vllm and one --engine-url", "engine.capture")
         if self.workers > 1 and self.engine.kind == "transformers":

@@ -106,7 +106,14 @@ def with_tokenizer(model_dir: Path, folder: Path, change: Callable[[dict[str, An
     return folder
 
 
-@pytest.mark.parametrize("arguments", [("--engine", "vllm"), ("--engine-url", "http://127.0.0.1:1")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--engine", "vllm"),
+        ("--engine-url", "http://127.0.0.1:1"),
+        ("--engine", "vllm", "--engine-url", "http://127.0.0.1:1", "--device", "cpu"),
+    ],
+)
 def test_server_address_needs_a_server(run: Run, directory: Path, arguments: tuple[str, ...]) -> None:
     assert run("score", directory, *arguments).exit_code == 2
 

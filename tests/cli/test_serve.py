@@ -137,8 +137,13 @@ def test_unreachable_vllm_server_is_named(run: Run, model_dir: Path, tmp_path: P
         ),
         (
             ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--adapter", "a=x"],
-            "pin its name there",
+            "and pin its name",
         ),
+        (
+            ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--device", "cuda"],
+            "Leave it out, and choose the",
+        ),
+        (["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--dtype", "bfloat16"], "Leave it out, and set it"),
         (["--adapter", "a"], "'a' is not NAME=VALUE; for example, a=runs/a"),
     ],
 )

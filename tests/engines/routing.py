@@ -56,7 +56,8 @@ def route_by_chance(model: Any, seed: int) -> None:
     for router in routers(model):
         router.register_forward_hook(
             lambda router, _, out: _route(
-                out[0], (out[0] + torch.randn(out[0].shape, generator=noise)).topk(router.top_k).indices
+                out[0],
+                (out[0] + torch.randn(out[0].shape, generator=noise).to(out[0].device)).topk(router.top_k).indices,
             )
         )
 

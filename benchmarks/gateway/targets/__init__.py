@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from benchmarks.gateway.targets.agent_lightning import AgentLightning
 from benchmarks.gateway.targets.base import Session, Site, Target
 from benchmarks.gateway.targets.direct import Direct
@@ -17,6 +19,7 @@ TARGETS: tuple[Target, ...] = (
     Tokentape("full"),
     Tokentape("normal"),
     Tokentape("full", workers=2),
+    *([Tokentape("full", workers=4)] if (os.cpu_count() or 1) >= 8 else []),
     Tokentape("full", replicas=2),
     Verifiers(),
     Rllm(cumulative=True),

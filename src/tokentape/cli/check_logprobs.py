@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ from tokentape.cli import arguments as arg
 from tokentape.cli.extras import open_forward
 from tokentape.cli.output import end, print_json, working
 from tokentape.cli.source import open_source, open_tokenizer
+from tokentape.engines._base import Dtype
 from tokentape.store._served_model import served_tokenizer
 from tokentape.training._logprob_check import NOTHING_COMPARED, LogprobLimits, LogprobReport, Outlier, read_rows
 from tokentape.training._logprob_check import check_logprobs as check
@@ -40,9 +41,8 @@ def check_logprobs(
         arg.existing_file("A trainer's file: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
     ] = None,
     adapter: arg.Adapter = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], arg.option("Precision of the forward pass.")
-    ] = "float32",
+    device: arg.Device = None,
+    dtype: Annotated[Dtype, arg.option("Precision of the forward pass.")] = "float32",
     max_mean: Annotated[float, arg.option("Largest mean difference on the same ids.", "NATS")] = 0.02,
     max_delta: Annotated[float | None, arg.option("Largest difference of one token on the same ids.", "NATS")] = None,
     max_k3: Annotated[float, arg.option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
@@ -83,7 +83,7 @@ def check_logprobs(
         name, weights = adapter or (None, None)
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
-        forward = None if model is None or not needs_model else open_forward(model, dtype, weights)
+        forward = None if model is None or not needs_model else open_forward(model, dtype, weights, device)
         loaded_tokenizer = served_tokenizer(source.served_model()) if model is None else Tokenizer.load(model)
         tokenizer = None if isinstance(loaded_tokenizer, str) else loaded_tokenizer
         with working("comparing"):

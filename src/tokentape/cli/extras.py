@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from tokentape.engines._base import Dtype
 from tokentape.errors import TokentapeError
 from tokentape.training._logprob_check import Forward, forward_pass
 
@@ -20,7 +21,9 @@ def require(*modules: str, extra: str) -> None:
         raise TokentapeError(f"{', '.join(missing)} not installed; run: {install}")
 
 
-def open_forward(model: Path, dtype: str = "float32", adapter: Path | None = None) -> Forward:
+def open_forward(
+    model: Path, dtype: Dtype = "float32", adapter: Path | None = None, device: str | None = None
+) -> Forward:
     """Load the weights of a model folder, and of a LoRA adapter, for forward passes."""
     require("torch", "transformers", extra="hf")
-    return forward_pass(model, dtype=dtype, adapter=adapter)
+    return forward_pass(model, dtype=dtype, device=device or "auto", adapter=adapter)

@@ -34,6 +34,8 @@ def probe(
     engine: Annotated[str | None, arg.option(_ENGINE_HELP, "KIND")] = None,
     engine_url: Annotated[str | None, arg.option("URL of the server. For a gateway, use --engine vllm.", "URL")] = None,
     api_key: arg.EngineKey = None,
+    device: arg.Device = None,
+    dtype: arg.ModelDtype = None,
     texts: Annotated[Path | None, arg.existing_file(_TEXTS_HELP)] = None,
     output: Annotated[Path | None, arg.new_file("Results as JSON lines; resumes a file.", "--output", "-o")] = None,
     limit: Annotated[int | None, arg.option("Run at most this many trials.", min=1)] = None,
@@ -53,6 +55,8 @@ def probe(
     """
     if (engine is None) != (engine_url is None):
         raise typer.BadParameter("--engine needs --engine-url and vice versa; pass both", param_hint="--engine")
+    if engine is not None and (device or dtype):
+        raise typer.BadParameter("only for a model in this process; leave it out", param_hint="--device, --dtype")
     if repetitions > 1 and not temperature:
         raise typer.BadParameter("greedy samples are all the same; set --temperature", param_hint="--repetitions")
     if ban and temperature:
@@ -68,7 +72,7 @@ def probe(
         if engine is None or engine_url is None:
             from tokentape.engines._transformers import TransformersEngine
 
-            opened: Engine = TransformersEngine.open(path)
+            opened: Engine = TransformersEngine.open(path, device=device or "auto", dtype=dtype or "float32")
         else:
             size = renderer.tokenizer.vocab_size
             opened = await open_engine(engine, engine_url, vocab_size=size, api_key=api_key)

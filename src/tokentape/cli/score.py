@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessions
-from tokentape.cli.arguments import Adapter, AsJson, EngineKey, existing_folder, flag, option, record
+from tokentape.cli.arguments import (
+    Adapter,
+    AsJson,
+    Device,
+    EngineKey,
+    ModelDtype,
+    existing_folder,
+    flag,
+    option,
+    record,
+)
 from tokentape.cli.check_logprobs import cause_lines, numbers_line
 from tokentape.cli.extras import require
 from tokentape.cli.output import end, print_json, working
@@ -47,6 +57,8 @@ def score(
         str | None, option("Name of the model on the server. Default: the first that it lists.", "NAME")
     ] = None,
     adapter: Adapter = None,
+    device: Device = None,
+    dtype: ModelDtype = None,
     column: Annotated[str | None, option("Column. Default: sampler_logprobs or teacher_logprobs.", "NAME")] = None,
     teacher: Annotated[
         bool, flag("The engine runs a different model than the one that sampled; don't compare.", "--teacher")
@@ -55,7 +67,7 @@ def score(
         Literal["float32", "bfloat16"] | None,
         option(
             "Precision to judge differences by: the lower one of this engine and the engine that sampled. Default: "
-            "float32 with transformers, bfloat16 with a server."
+            "float32 with transformers in float32, otherwise bfloat16."
         ),
     ] = None,
     again: Annotated[bool, flag("Also score turns that already have the column.", "--again")] = False,
@@ -78,7 +90,10 @@ def score(
             "pass --engine-url with --engine vllm or sglang, and only with these", param_hint="--engine-url"
         )
     embedded = engine == "transformers"
-    judged = None if teacher else precision or ("float32" if embedded else "bfloat16")
+    if not embedded and (device or dtype):
+        raise typer.BadParameter("only for --engine transformers; leave it out", param_hint="--device, --dtype")
+    full = embedded and dtype in (None, "float32")
+    judged = None if teacher else precision or ("float32" if full else "bfloat16")
     options: dict[str, Any] = {
         "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
         "precision": judged,
@@ -87,7 +102,7 @@ def score(
         "concurrency": 1 if embedded else concurrency,
         "engine_model": engine_model,
         "adapter": adapter,
-        "options": {} if embedded else {"api_key": api_key},
+        "options": {"device": device or "auto", "dtype": dtype or "float32"} if embedded else {"api_key": api_key},
     }
     if embedded:
         require("torch", "transformers", extra="hf")

@@ -16,21 +16,31 @@ from tokentape.demo import MODEL
 from tokentape.demo.agent import solve
 from tokentape.demo.findings import DemoReport, call_digest, examine, refuse_used
 from tokentape.demo.tasks import Task, is_solved, sample_tasks
+from tokentape.engines._base import Dtype
 from tokentape.engines._transformers import FinishedSample, TransformersEngine
 from tokentape.gateway._serving import serving
 
 
-def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> DemoReport:
+def run_demo(
+    directory: Path,
+    sessions: int,
+    seed: int,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    device: str = "cpu",
+    dtype: Dtype = "float32",
+) -> DemoReport:
     """Run `sessions` agents at once on the shipped model, record them in `directory`, and return a report.
 
     Half of the agents sample greedily, the others at temperature 1. Every second agent streams. `progress` gets a line
-    of text about each step. Raises `Conflict` if the directory is not empty.
+    of text about each step. For `device` and `dtype` see `TransformersEngine.open`. Raises `Conflict` if the directory
+    is not empty.
     """
     refuse_used(directory)
     progress("loading the model")
     renderer = Renderer.load(MODEL)
     log: list[FinishedSample] = []
-    engine = TransformersEngine.open(MODEL, threads=1, on_finish=log.append)
+    engine = TransformersEngine.open(MODEL, device=device, dtype=dtype, threads=1, on_finish=log.append)
     tasks = _tasks(sessions, seed)
     with serving(engine, MODEL, directory=directory, renderer=renderer, model_id="demo") as base_url:
         started = time.monotonic()

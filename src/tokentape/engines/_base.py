@@ -58,6 +58,9 @@ class SamplingParams:
     """Offset in prompt + completion of the first token to return per-token payloads for; None for no payloads."""
 
 
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""The type of a local model's weights and computation."""
+
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 """The modes that the embedded engine supports; see `EngineInfo.logprobs_mode`."""
 

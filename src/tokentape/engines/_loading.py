@@ -26,7 +26,11 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 def load_model(folder: Path, *, dtype: str, device: str) -> Any:
     """Load a causal language model, with or without image input, in evaluation mode. Never run code from the folder.
 
-    Raises `EngineError` if the folder has no causal language model or transformers can't load it.
+    `device` is a torch device, or `auto` for the first CUDA GPU if there is one, else the CPU. For float32 on a GPU,
+    TF32 is switched off for convolutions in the whole process.
+
+    Raises `EngineError` if the folder has no causal language model, transformers can't load it, or the device can't be
+    used.
     """
     if dtype not in _DTYPES:
         raise EngineError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
@@ -34,6 +38,9 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
         raise EngineError(f"no config.json in {folder}; expected a folder that save_pretrained wrote")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "float32" and device.startswith("cuda"):
+        # Otherwise convolutions, as in image encoders, are in TF32: logprobs were wrong by up to 0.1 on an H200.
+        torch.backends.cudnn.allow_tf32 = False
     shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -43,12 +50,16 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
         model = auto_model.from_pretrained(
             folder, config=config, dtype=_DTYPES[dtype], local_files_only=True, trust_remote_code=False
         )
-        return model.to(device).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(f"transformers can't load {folder}: {error}") from error
     finally:
         if shows_progress:
             hf_logging.enable_progress_bar()
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).partition("\n")[0]  # CUDA adds lines for its developers
+        raise EngineError(f"the model can't be moved to device {device!r}: {reason}; try device 'cpu'") from error
 
 
 @torch.no_grad()

@@ -12,11 +12,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, Images, LogprobsMode, SampleDelta, SamplingParams
+from tokentape.engines._base import (
+    DISTRIBUTION,
+    Dtype,
+    EngineInfo,
+    Images,
+    LogprobsMode,
+    SampleDelta,
+    SamplingParams,
+)
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines._scoring import Scores, refuse_unscorable
@@ -80,8 +88,8 @@ class TransformersEngine:
         cls,
         model_dir: Path | str,
         *,
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        device: str = "cpu",
+        dtype: Dtype = "float32",
+        device: str = "auto",
         threads: int | None = None,
         logprobs_mode: LogprobsMode = "processed_logprobs",
         max_batch: int = 32,
@@ -97,7 +105,8 @@ class TransformersEngine:
         Args:
             model_dir: a folder that `save_pretrained` wrote. Code in it is never run.
             dtype: the type of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
-            device: a torch device, or `auto` for the first GPU if there is one.
+            device: a torch device, or `auto` for the first CUDA GPU if there is one, else the CPU. For
+                float32 on a GPU, TF32 is switched off for convolutions in the whole process.
             threads: torch's CPU threads in the whole process; None for torch's default. 1 is best for tiny models.
             logprobs_mode: `processed_logprobs` are from the distribution sampled from, after penalties, temperature and
                 truncation; `scaled_logprobs` from before truncation, `raw_logprobs` from the model's own.

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 from tokentape import gateway
 from tokentape.client import Client
+from tokentape.engines._base import Dtype
 from tokentape.engines._transformers import TransformersEngine
 from tokentape.errors import EngineUnavailable
 
@@ -84,7 +85,7 @@ def serving(
     model_dir: Path | str,
     *,
     directory: Path | str | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Dtype = "float32",
     device: str = "cpu",
     threads: int | None = None,
     max_batch: int = 32,
