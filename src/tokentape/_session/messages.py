@@ -18,6 +18,8 @@ _MOST_RECENT = 16
 class SharedMessages(tuple[Message, ...]):
     """The first messages of several sessions, which are encoded and compressed only once."""
 
+    in_order: bytes | None = None
+    """Their JSON by `quick_json_in_order`, if it is known and they are not compressed yet."""
     compressed: bytes | None = None
     _canonical: bytes | None = None
 

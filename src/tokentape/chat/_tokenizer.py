@@ -348,8 +348,9 @@ class Tokenizer:
     def _free_block(self, marked: str) -> int:
         if len(marked.encode("utf-16-le", "surrogatepass")) == 2 * len(marked):
             return _BLOCKS[0]  # The text has no characters beyond U+FFFF.
+        codes = np.frombuffer(marked.encode("utf-32-le", "surrogatepass"), np.uint32)
         for start in _BLOCKS:
-            if not re.search(f"[{chr(start)}-{chr(start + _BLOCK_SIZE - 1)}]", marked):
+            if not ((codes >= start) & (codes < start + _BLOCK_SIZE)).any():
                 return start
         raise InvalidRequest(
             "the text has private-use characters (U+F0000 to U+10FFFD) in all four ranges with which Tokentape could "

@@ -342,13 +342,16 @@ class PromptBuilder:
 
         Also return the messages, as an object that all sessions share.
         """
-        key = digest_of(setup.key.encode(), quick_json_in_order(tuple(messages)))
+        text = quick_json_in_order(tuple(messages))
+        key = digest_of(setup.key.encode(), text)
         cached = self._openings.get(key)
         if cached is not None:
             return cached
         rendered = self._renderer.render(messages, setup, history=self._history, stop_mismatch=self._stop_mismatch)
         rendered.ids.flags.writeable = rendered.provenance.flags.writeable = False
-        return self._openings.put(key, (SharedMessages(messages), rendered))
+        shared = SharedMessages(messages)
+        shared.in_order = text
+        return self._openings.put(key, (shared, rendered))
 
     def _sampled_replies(
         self, session: Session, setup: Setup, messages: Sequence[Message], parent: Turn | None

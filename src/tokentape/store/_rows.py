@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from sqlalchemy import Row, Table, Text
 
-from tokentape._canonical import canonical_json, json_in_order
+from tokentape._canonical import canonical_json, json_in_order, quick_json_in_order
 from tokentape._session.chain import array_bytes, array_from_bytes
 from tokentape._session.messages import SharedMessages
 from tokentape._session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
@@ -219,13 +219,14 @@ def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
         return _deflate(messages)
     if messages.compressed is None:
         messages.compressed = _deflate_opening(messages)
+        messages.in_order = None
     return messages.compressed
 
 
 def _deflate_opening(messages: SharedMessages) -> bytes:
     """Compress the first messages of a session. Sessions may differ only in the last one; see `_compressed_so_far`."""
-    text = json_in_order(messages).encode("ascii")
-    begins = len(text) + 1 - len(json_in_order(messages[-1:]))
+    text = messages.in_order or quick_json_in_order(messages)
+    begins = len(text) + 1 - len(quick_json_in_order(messages[-1:]))
     if begins < _LONG:
         return _compressed(text, _LEVEL)
     data, compressor = _compressed_so_far(text[:begins])
