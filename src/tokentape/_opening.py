@@ -68,7 +68,7 @@ def model_folder(config: ServeConfig) -> Path:
         return MODEL
     serves = asyncio.run(_served_names(config.engine))
     raise InvalidRequest(
-        "a server needs the folder of the model that it serves, or its Hub repo id, for tokenizer and chat template: "
+        "no MODEL: also for a server, pass the model's folder or Hub repo id, for tokenizer and chat template: "
         f"tokentape serve MODEL --engine ...; {serves}",
         "model",
     )

@@ -102,7 +102,7 @@ class Reader:
     def forget(self) -> None:
         """Drop most of the text before `position`, so that the cost per token does not grow with the completion.
 
-        This changes the positions in `text`.
+        Positions in `text` from before this call are no longer valid.
         """
         if self.position > _FORGET_FROM:
             cut = self.position - _KEEP

@@ -87,7 +87,7 @@ def _try_out(
 
 
 def reaches_prompt(renderer: Renderer, setup: Setup, before: Sequence[Message], new: Sequence[Message]) -> bool:
-    """Return whether a full rendering contains the last turn in `before` and each new message, in any place."""
+    """Return whether the last turn in `before` and each new message appear anywhere in a full rendering."""
     messages = [*before, *new]
     return all(
         _MARKER

@@ -162,14 +162,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, strict_text: bool = False) -> Tokenizer:
-        """Load `tokenizer.json` and the configurations in a model folder.
+        """Load `tokenizer.json` and the configuration files in a model folder.
 
-        Control tokens are the special tokens, those that the folder's chat templates and configurations name, and those
-        spelled between `<|` and `|>`. Other added tokens, such as HTML tags and runs of spaces, are text. With
-        `strict_text`, all added tokens except white space are control tokens.
+        These added tokens are control tokens: special tokens, tokens that the folder's chat templates or configuration
+        files name, and tokens of the form `<|...|>`. Other added tokens, such as HTML tags and runs of spaces, are
+        treated as text. With `strict_text`, all added tokens except white space are control tokens.
 
-        Raises `TokenizerUnusable` if `tokenizer.json` is missing or corrupt, or if the folder requires running its own
-        code.
+        Raises `TokenizerUnusable` if `tokenizer.json` is missing or corrupt, or if the tokenizer needs code from the
+        folder (`trust_remote_code`).
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"

@@ -33,10 +33,11 @@ def verify(
 
     Exits with 1 if anything is wrong, 3 if there are no sessions. It is read-only and can run while a gateway runs.
 
-    Without a head, verify does not find deleted sessions, missing newest turns, recomputed digests, and well-formed
-    changes to rewards, columns, events or metadata. A head contains digests of all of these: keep it where those who
-    can write to the record can't write. With a head, verify lists what was deleted, changed, moved, or inserted before
-    older entries. Later additions are only counted, because nothing shows who made them.
+    Without a head, verify does not find some changes: deleted sessions, missing newest turns, changed turns with new
+    digests, and valid changes to rewards, columns, events or metadata. A head is a file with digests of all of these.
+    Keep it where nobody who can write to the record can write. With a head, verify lists what was deleted, changed or
+    moved since then, and what was inserted before entries that existed then. Entries that were appended later are only
+    counted, because nothing shows who made them.
 
     An unsigned head proves nothing by itself: whoever can replace it can also create a head of a changed record. Sign
     it, or compare its digest with a copy of the digest that you keep elsewhere.

@@ -159,10 +159,10 @@ def is_solved(task: Task, final_text: str) -> bool:
 
 
 def sample_tasks(seed: int, n: int, split: Split = "train") -> list[Task]:
-    """Draw `n` tasks, the same for the same arguments.
+    """Draw `n` tasks. The same arguments give the same tasks.
 
-    A question of a "heldout" task never occurs in a "train" task, not even in another phrasing, because the split
-    depends on the hash of `Question.subject`.
+    Train and heldout tasks are split by the hash of `Question.subject`, which all phrasings of a question share. So no
+    question of a heldout task occurs in a train task, not even rephrased.
     """
     rng = random.Random(f"{split} {seed}")
     return [_sample_task(rng, split) for _ in range(n)]

@@ -142,7 +142,8 @@ class VllmEngine(RemoteEngine):
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
-                f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use that, or 0 for greedy sampling",
+                f"temperature {params.temperature} is too low: vLLM would use {_LOWEST_TEMPERATURE}; use that, or 0 "
+                "for greedy sampling",
                 "temperature",
             )
         if media and not self.info.media:

@@ -164,7 +164,7 @@ def check_session_id(session_id: str) -> None:
     """Raise `InvalidRequest` unless `session_id` is a valid session id."""
     if not may_be_session_id(session_id):
         raise InvalidRequest(
-            "invalid session id; use 1 to 128 letters, digits and the characters . _ : -, but not . or .. alone",
+            "invalid session id; use 1 to 128 letters, digits, '.', '_', ':' or '-'; not allowed are '.' and '..'",
             "session_id",
         )
 

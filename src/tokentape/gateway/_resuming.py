@@ -279,7 +279,7 @@ def _request_id(choice: Choice, aborts: int) -> str:
 
 
 def _up_to_stop(delta: SampleDelta, finder: SplitStopFinder) -> SampleDelta:
-    """Cut a delta after a token that completes a stop string begun before the abort."""
+    """Drop what follows a stop string that starts before an abort and ends in this delta."""
     for end, token_id in enumerate(delta.token_ids, 1):
         stop = finder.push(token_id)
         if stop is not None:

@@ -445,5 +445,5 @@ def _check_leaf(session: Session, leaf: int) -> None:
     if leaf not in {*session.leaves(), *session.leaves(unread=True)}:
         raise NotFound(
             f"session {session.info.session_id!r} has no leaf {leaf}; GET the session to list its leaves, "
-            "or send a turn to set a reward or values for that turn"
+            "or send `turn` in place of `leaf` for a reward or a column of one turn"
         )

@@ -99,11 +99,12 @@ def generating(
 
 
 def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Return raw and normalized rewards per sample, normalized as slime does, but with each rollout counted once.
+    """Return the raw and the normalized reward of each sample.
 
-    For slime's `--custom-reward-post-process-path`: if rollouts have several samples, slime's default treats the whole
-    batch as one group. Samples with `remove_sample` are left out of their group; Miles' default, which also counts each
-    rollout once, counts them as 0.
+    Rewards are normalized as in slime, but each rollout counts once, even if it has several samples. Pass this function
+    to slime's `--custom-reward-post-process-path`. If rollouts have several samples, slime's default treats the whole
+    batch as one group. Samples with `remove_sample` get 0 and do not count in their group. In Miles' default, they
+    count with a reward of 0.
 
     Raises `InvalidRequest` if samples of one rollout have different rewards.
     """

@@ -215,7 +215,10 @@ _DATA = json.loads(Path(__file__).with_name("conversations.json").read_text(enco
 
 
 def conversations(control: str | None = None) -> Iterator[SkewChat]:
-    """Yield the built-in conversations, the shortest of each kind first. Some spell the control token `control`."""
+    """Yield the built-in conversations, roughly from short to long.
+
+    The text of some messages contains `control`, which is the spelling of a control token.
+    """
     user, system, call = _user("What is a questionword?"), grammar.SYSTEM, grammar.TURNS["call"]
     yield SkewChat((user,), name="one question")
     yield SkewChat((user,), generate=False, name="one question, no generation prompt")

@@ -300,7 +300,7 @@ def refuse_prefill(param: str) -> None:
 
 
 def entries(name: str, objects: Iterable[Any]) -> list[Any]:
-    """Return the entries, which are objects, of the lists in the field `name` of the objects."""
+    """Return the entries of the lists in the objects' field `name`. Entries that are not objects are left out."""
     lists = [entry.get(name) for entry in objects if isinstance(entry, dict)]
     return [entry for items in lists if isinstance(items, list) for entry in items if isinstance(entry, dict)]
 
