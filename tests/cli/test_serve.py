@@ -290,7 +290,17 @@ def test_gateway_is_refused_as_an_engine(run: Run, model_dir: Path, renderer: Re
 @pytest.mark.parametrize("workers", [1, 2])
 def test_data_that_is_a_file_is_refused(workers: int, run: Run, model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run("serve", model_dir, *remote("http://127.0.0.1:9"), "--data", tmp_path / "file", "--workers", workers)
+    done = run(
+        "serve",
+        model_dir,
+        *remote("http://127.0.0.1:9"),
+        "--data",
+        tmp_path / "file",
+        "--workers",
+        workers,
+        "--port",
+        0,
+    )
     assert done.exit_code == 1
     assert "it is a file; name a directory that this user may write to" in done.stderr
 
@@ -371,14 +381,14 @@ def remote(url: str, *options: object) -> list[object]:
 
 def test_without_a_model_the_served_model_of_the_server_is_used(run: Run, renderer: Renderer, tmp_path: Path) -> None:
     with running(StandIn(renderer, name="qwen", root="Qwen/Qwen3-8B").app) as url:
-        done = run("serve", *remote(url), "--data", tmp_path / "data")
+        done = run("serve", *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
     assert f"{url} serves Qwen/Qwen3-8B, qwen" in done.stderr
 
 
 def test_without_a_model_an_unreachable_server_is_named(run: Run, tmp_path: Path) -> None:
     # Port 9 is "discard", which is not served.
-    done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data")
+    done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
     assert "the server could not be asked: http://127.0.0.1:9: the engine refuses connections" in done.stderr
     assert done.stderr.splitlines()[-1].endswith("is it running?")
@@ -388,17 +398,17 @@ def test_uncached_hub_name_error_contains_the_download_command(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    done = run("serve", "Qwen/Qwen3-8B", *remote("http://127.0.0.1:9"))
+    done = run("serve", "Qwen/Qwen3-8B", *remote("http://127.0.0.1:9"), "--port", 0)
     assert done.exit_code == 1
     assert "hf download Qwen/Qwen3-8B --include '*.json' '*.jinja'" in done.stderr
-    assert "hf download Qwen/Qwen3-8B\n" in run("serve", "Qwen/Qwen3-8B").stderr
+    assert "hf download Qwen/Qwen3-8B\n" in run("serve", "Qwen/Qwen3-8B", "--port", 0).stderr
 
 
 def test_missing_or_empty_folder_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no model folder" in run("serve", tmp_path / "none").stderr
+    assert "there is no model folder" in run("serve", tmp_path / "none", "--port", 0).stderr
     monkeypatch.setattr("tokentape.cli.extras.find_spec", lambda name: None)
-    assert "there is no model folder" in run("serve", tmp_path / "none").stderr
-    assert "(found: an empty folder)" in run("serve", tmp_path, *remote("http://127.0.0.1:9")).stderr
+    assert "there is no model folder" in run("serve", tmp_path / "none", "--port", 0).stderr
+    assert "(found: an empty folder)" in run("serve", tmp_path, *remote("http://127.0.0.1:9"), "--port", 0).stderr
 
 
 @pytest.fixture
