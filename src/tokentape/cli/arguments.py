@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from tokentape.engines._base import Dtype
-
 NOTHING_MEASURED = 3
 """The exit code of a command that found nothing to measure. CI must not treat it as success."""
 
@@ -62,19 +60,6 @@ Adapter: TypeAlias = Annotated[
         "--adapter",
         parser=_named_folder,
     ),
-]
-
-
-Device: TypeAlias = Annotated[
-    str | None,
-    option(
-        "torch device of a model in this process, such as cpu or cuda:1. Default: the first CUDA GPU if there is one, "
-        "else the CPU.",
-        "DEVICE",
-    ),
-]
-ModelDtype: TypeAlias = Annotated[
-    Dtype | None, option("Type of weights and computation of a model in this process. Default: float32.")
 ]
 
 

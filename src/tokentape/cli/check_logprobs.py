@@ -18,7 +18,7 @@ from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.cli import arguments as arg
-from tokentape.cli.extras import open_forward
+from tokentape.cli.extras import Device, open_forward
 from tokentape.cli.output import end, print_json, working
 from tokentape.cli.source import open_source, open_tokenizer
 from tokentape.engines._base import Dtype
@@ -41,7 +41,7 @@ def check_logprobs(
         arg.existing_file("A trainer's file: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
     ] = None,
     adapter: arg.Adapter = None,
-    device: arg.Device = None,
+    device: Device = None,
     dtype: Annotated[Dtype, arg.option("Precision of the forward pass.")] = "float32",
     max_mean: Annotated[float, arg.option("Largest mean difference on the same ids.", "NATS")] = 0.02,
     max_delta: Annotated[float | None, arg.option("Largest difference of one token on the same ids.", "NATS")] = None,

@@ -1,13 +1,27 @@
-"""Optional packages that some subcommands need."""
+"""Models in this process: their options, and the optional packages that they need."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
+from tokentape.cli.arguments import option
 from tokentape.engines._base import Dtype
 from tokentape.errors import TokentapeError
 from tokentape.training._logprob_check import Forward, forward_pass
+
+Device: TypeAlias = Annotated[
+    str | None,
+    option(
+        "torch device of a model in this process, such as cpu or cuda:1. Default: the first CUDA GPU if there is one, "
+        "else the CPU.",
+        "DEVICE",
+    ),
+]
+ModelDtype: TypeAlias = Annotated[
+    Dtype | None, option("Type of weights and computation of a model in this process. Default: float32.")
+]
 
 
 def require(*modules: str, extra: str) -> None:

@@ -17,6 +17,7 @@ from tokentape.audit._report import json_value
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.cli import arguments as arg
+from tokentape.cli.extras import Device, ModelDtype
 from tokentape.cli.output import end, print_report
 from tokentape.engines._base import Engine
 from tokentape.engines._kinds import KINDS, open_engine
@@ -34,8 +35,8 @@ def probe(
     engine: Annotated[str | None, arg.option(_ENGINE_HELP, "KIND")] = None,
     engine_url: Annotated[str | None, arg.option("URL of the server. For a gateway, use --engine vllm.", "URL")] = None,
     api_key: arg.EngineKey = None,
-    device: arg.Device = None,
-    dtype: arg.ModelDtype = None,
+    device: Device = None,
+    dtype: ModelDtype = None,
     texts: Annotated[Path | None, arg.existing_file(_TEXTS_HELP)] = None,
     output: Annotated[Path | None, arg.new_file("Results as JSON lines; resumes a file.", "--output", "-o")] = None,
     limit: Annotated[int | None, arg.option("Run at most this many trials.", min=1)] = None,

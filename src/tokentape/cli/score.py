@@ -14,16 +14,14 @@ from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessi
 from tokentape.cli.arguments import (
     Adapter,
     AsJson,
-    Device,
     EngineKey,
-    ModelDtype,
     existing_folder,
     flag,
     option,
     record,
 )
 from tokentape.cli.check_logprobs import cause_lines, numbers_line
-from tokentape.cli.extras import require
+from tokentape.cli.extras import Device, ModelDtype, require
 from tokentape.cli.output import end, print_json, working
 from tokentape.cli.source import RecordSource, open_tokenizer
 from tokentape.client import Client
