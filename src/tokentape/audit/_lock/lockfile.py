@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 import tokenizers
 
+from tokentape._batches import batched
 from tokentape._durable import write_durably
 from tokentape.audit import _model_files as model_files
 from tokentape.audit._skew.backends import with_text_arguments
@@ -358,8 +358,7 @@ def _entries(vocab: Mapping[str, int] | Sequence[Any]) -> Iterator[str]:
 
 
 def _digests(entries: Iterable[str]) -> Iterator[str]:
-    rest = iter(entries)
-    while block := list(islice(rest, BLOCK)):
+    for block in batched(entries, BLOCK):
         joined = "\n".join(block)
         # Token strings with line breaks could make different blocks equal when joined.
         yield sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]
