@@ -10,12 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from tokentape._alignment import anchors, first_difference
 from tokentape.audit import _model_files as model_files
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, sha256, unpacked_merges
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 from tokentape.audit._skew.file_findings import same_template
 from tokentape.audit._skew.parts import PREFIXES, Merge, nested_difference, same_merges, same_step
-from tokentape.audit._tokendiff.alignment import anchors, first_difference
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 
