@@ -115,11 +115,6 @@ class HeadersTooLarge(TokentapeError):
     status = 431
     code = "headers_too_large"
 
-    def __init__(
-        self, message: str = "request line and headers exceed the 64 KiB that this gateway accepts; send shorter ones"
-    ) -> None:
-        super().__init__(message)
-
 
 class TemplateRefused(TokentapeError, ValueError):
     """The chat template rejects this conversation, or no bridge for it could be certified."""

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
+from tokentape._batches import batched
 from tokentape._canonical import canonical_json
 from tokentape._session.fields import COLUMN_PREFIX, PAYLOAD_PREFIX, TRAJECTORIES, FileField, Layout
 from tokentape.errors import InvalidRequest, UnsupportedParameter
@@ -177,7 +178,7 @@ def write_parquet(
         "write_page_index": True,
     }
     with pq.ParquetWriter(sink, trajectory_schema(extra, layout), **options) as writer:
-        for group in _row_groups(trajectories):
+        for group in batched(trajectories, ROW_GROUP_TOKENS, _tokens_of, ROW_GROUP_ROWS):
             _check_named(group, extra)
             writer.write_table(trajectories_table(group, extra, layout))
             count += len(group)
@@ -243,17 +244,8 @@ def open_parquet(source: str | Path) -> pq.ParquetFile:
         raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
 
 
-def _row_groups(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    group: list[Trajectory] = []
-    tokens = 0
-    for trajectory in trajectories:
-        group.append(trajectory)
-        tokens += len(trajectory.token_ids)
-        if tokens >= ROW_GROUP_TOKENS or len(group) >= ROW_GROUP_ROWS:
-            yield group
-            group, tokens = [], 0
-    if group:
-        yield group
+def _tokens_of(trajectory: Trajectory) -> int:
+    return len(trajectory.token_ids)
 
 
 def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:

@@ -238,11 +238,8 @@ class Mismatch:
                     # Every rule gives nearly the same logprob to a token that is nearly certain.
                     if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
                         few = f"this engine returns too few alternatives to try {tried}"
-                        return (
-                            "temperature",
-                            "truncation",
-                            "weights",
-                        ), f"{few}; use transformers to tell the causes apart"
+                        detail = f"{few}; use transformers to tell the causes apart"
+                        return ("temperature", "truncation", "weights"), detail
         if not deviations.lasting:
             return deviations.passing_cause()
         others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]

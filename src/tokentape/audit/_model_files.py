@@ -95,14 +95,11 @@ def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[st
         own = {key: value for key, value in settings.items() if key not in _ELSEWHERE}
         values = {key: _unrepeated(file, key, value, added, named) for key, value in own.items()}
         # A special token that is null is none; if its key is missing, some classes set one of their own.
-        kept = {key: value for key, value in values.items() if value is not None or _is_null_token(own, key)}
+        null_tokens = {key for key, value in own.items() if value is None and key.endswith("_token")}
+        kept = {key: value for key, value in values.items() if value is not None or key in null_tokens}
         if kept:
             loading[file] = kept
     return loading
-
-
-def _is_null_token(settings: Mapping[str, Any], key: str) -> bool:
-    return key.endswith("_token") and settings[key] is None
 
 
 def _unrepeated(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokentape._batches import batched
 from tokentape.audit._report import Bar, Bars, Block, Details, Heading, Paragraph, Report, Table
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NothingToMeasure
@@ -100,8 +101,7 @@ def measure_premium(
     """
     languages: _Counts = defaultdict(lambda: np.zeros(4))
     scripts: _Counts = defaultdict(lambda: np.zeros(4))
-    rest = iter(corpus)
-    while lines := list(islice(rest, _BATCH_LINES)):
+    for lines in batched(corpus, _BATCH_LINES):
         parts = [_by_script(line.text) for line in lines]
         for name, tokenizer in tokenizers.items():
             encoded = tokenizer.encode_plain_batch([line.text for line in lines])

@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from tokentape import errors
+from tokentape._alignment import first_difference
 from tokentape.audit._lock.lockfile import TEXTS
 from tokentape.audit._skew.battery import merged_text
-from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer

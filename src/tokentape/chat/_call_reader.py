@@ -28,9 +28,9 @@ model in a loop leaves thousands open, reading each of them to the end takes tim
 class CallReader:
     """Reads the calls of one syntax."""
 
-    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, syntax: CallSyntax) -> None:
         self._syntax = syntax
-        self._tools = tools
+        self._tools: Mapping[str, Tool] = {}
         section_pieces, call_pieces = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
         self.bare = not section_pieces and syntax.style == "json"
         """Whether calls have no delimiters. Any JSON object that names a tool is then a call."""

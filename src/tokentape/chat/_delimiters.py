@@ -63,16 +63,6 @@ def may_grow(text: str, position: int, delimiters: Iterable[str]) -> bool:
     return False
 
 
-def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:
-    """Return (position, delimiter) of the leftmost delimiter at or after `start`, preferring the longest."""
-    best: tuple[int, str] | None = None
-    for delimiter in delimiters:
-        position = text.find(delimiter, start)
-        if position >= 0 and (best is None or (position, -len(delimiter)) < (best[0], -len(best[1]))):
-            best = position, delimiter
-    return best
-
-
 def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
     """Return how many characters at the end of `text[start:]` may be the beginning of a delimiter."""
     if text[-1:] not in before_ends(delimiters):

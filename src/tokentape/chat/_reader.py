@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
-from tokentape.chat._delimiters import first_of, held_back
+from tokentape.chat._delimiters import held_back
 from tokentape.chat._tokenizer import Tokenizer
 
 _FORGET_FROM, _KEEP = 4096, 128
@@ -118,10 +118,10 @@ class Reader:
         if not self.stop_strings:
             return arrived
         text, self._held = self._held + arrived, ""
-        stop = first_of(text, 0, self.stop_strings)
-        if stop is not None:
+        starts = [start for string in self.stop_strings if (start := text.find(string)) >= 0]
+        if starts:
             self.stopped = True
-            return text[: stop[0]]
+            return text[: min(starts)]
         keep = 0 if final else held_back(text, 0, tuple(self.stop_strings))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -269,7 +269,7 @@ class _Borders:
 @lru_cache(maxsize=64)
 def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
     """Return a format's delimiters, cached because they do not depend on the completion."""
-    calls = CallReader(form.calls, {}) if form.calls is not None and with_calls else None
+    calls = CallReader(form.calls) if form.calls is not None and with_calls else None
     delimiters = _delimiters(form, calls)
     any_mark = calls is not None and calls.bare
     ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")

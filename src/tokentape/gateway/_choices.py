@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tokentape.chat._parse import Reply, ReplyDelta, ReplyParser, ToolCall
-from tokentape.engines._base import ChatServer, Payload, SampleDelta, SamplingParams, StartedCompletion
+from tokentape.engines._base import ChatServer, Payload, SampleDelta, SamplingParams, StartedCompletion, common_prefix
 from tokentape.errors import EngineContractError, TokentapeError
 from tokentape.gateway._events import TurnDelta, TurnRequest
 from tokentape.types import FinishReason, TokenIds
@@ -212,11 +212,8 @@ def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
     1
     >>> differs_at(np.array([1, 2, 3]), np.array([1, 2, 3, 4]))
     """
-    begins = prompt_ids[: len(context_ids)]
-    different = np.flatnonzero(begins != context_ids[: len(begins)])
-    if different.size:
-        return int(different[0])
-    return len(prompt_ids) if len(prompt_ids) <= len(context_ids) else None
+    common = common_prefix(context_ids, prompt_ids)
+    return None if common == len(context_ids) < len(prompt_ids) else common
 
 
 class ServerRenderedCall:

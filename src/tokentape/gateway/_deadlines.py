@@ -65,7 +65,8 @@ class _DeadlineProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             if self._kept > MAX_HEAD_BYTES:
-                self._refuse(HeadersTooLarge())
+                most = f"{MAX_HEAD_BYTES >> 10} KiB that this gateway accepts"
+                self._refuse(HeadersTooLarge(f"request line and headers exceed the {most}; send shorter ones"))
                 return
         if self._seconds is None and (self.cycle is None or self.cycle.response_complete):
             # Empty lines don't begin a request, but they have cancelled uvicorn's keep-alive timeout.

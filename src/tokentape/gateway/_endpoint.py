@@ -54,6 +54,7 @@ from tokentape.types import Message
 
 _log = logging.getLogger("tokentape.gateway")
 
+_MOST_RECENT = 4096
 _RETRIED_WITHIN = 900.0
 """For this many seconds after a call, a retry without an Idempotency-Key is recognized in the record."""
 
@@ -63,9 +64,8 @@ _Body = TypeVar("_Body", bound=Struct)
 class AnonymousSessions:
     """Assigns sessions to calls without a session id. A retry gets the same session as the call that it repeats."""
 
-    def __init__(self, store: Store, most: int = 4096) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._most = most
         self._recent: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._warned = False
 
@@ -95,7 +95,7 @@ class AnonymousSessions:
         if not attempt.retried or call not in self._recent:
             self._recent[call] = recorded or new_session_id()
         self._recent.move_to_end(call)
-        if len(self._recent) > self._most:
+        if len(self._recent) > _MOST_RECENT:
             self._recent.popitem(last=False)
         return self._recent[call]
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Engine, NullPool, create_engine, insert, select
 
+from tokentape._batches import batched
 from tokentape._durable import PART
 from tokentape._session.arrow import parquet_library
 from tokentape._session.jsonl import json_line
@@ -275,7 +276,7 @@ def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
             path, count = directory / f"{table.name}.parquet", 0
             kinds = pa.schema([(column.name, types[column.type.python_type]) for column in table.columns])
             with pq.ParquetWriter(path, kinds, compression="zstd") as writer:
-                for group in _groups(rows.mappings()):
+                for group in batched(map(dict, rows.mappings()), GROUP_BYTES, _size_of):
                     writer.write_table(pa.Table.from_pylist(group, kinds))
                     count += len(group)
             if count and table is not schema.meta:
@@ -287,17 +288,8 @@ def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
     return files
 
 
-def _groups(rows: Iterable[Mapping[Any, Any]]) -> Iterator[list[dict[str, Any]]]:
-    group: list[dict[str, Any]] = []
-    size = 0
-    for row in rows:
-        group.append(dict(row))
-        size += sum(len(value) for value in row.values() if isinstance(value, str | bytes))
-        if size >= GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def _size_of(row: Mapping[str, Any]) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str | bytes))
 
 
 def _engine(directory: Path) -> Engine:

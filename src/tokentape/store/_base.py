@@ -13,6 +13,7 @@ from typing import Any, Self
 from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exists, func, select, true
 from sqlalchemy.exc import DBAPIError
 
+from tokentape._batches import batched
 from tokentape._session.arrow import ExtraNames
 from tokentape._session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
 from tokentape.chat._tokenizer import Tokenizer
@@ -299,7 +300,7 @@ def _among(columns: Any, session_ids: Collection[str] | None) -> Iterator[Column
     if session_ids is None:
         yield true()
     else:
-        yield from (columns.session_id.in_(chunk) for chunk in reads.batched(session_ids, 500))
+        yield from (columns.session_id.in_(chunk) for chunk in batched(session_ids, 500))
 
 
 _OF_SESSION = schema.turns.c.session_id == bindparam("session_id")

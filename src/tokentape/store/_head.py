@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from tokentape._alignment import anchors
 from tokentape._canonical import canonical_json, digest_of
 from tokentape._session.payloads import rows_as_bytes
 from tokentape.errors import InvalidRequest
@@ -210,9 +210,9 @@ def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[st
     """Return the changes to a head's items, as (text, item), and the items that were added after them."""
     if now[: len(before)] == before:
         return [], now[len(before) :]
-    old, places = _numbered(before), {entry: place for place, entry in enumerate(_numbered(now))}
-    earlier = set(old)
-    staying = _longest_rising([places[entry] for entry in old if entry in places])
+    old, new_order = _numbered(before), _numbered(now)
+    earlier, places = set(old), {entry: place for place, entry in enumerate(new_order)}
+    staying = {place for _, place in anchors(old, new_order)}
     # Key new items by the last unmoved item before them and by turn and label, which a change of contents keeps.
     new: dict[tuple[int, tuple[int | None, str]], list[HeadItem]] = {}
     gap = -1
@@ -246,20 +246,6 @@ def _numbered(items: list[HeadItem]) -> list[tuple[HeadItem, int]]:
         numbered.append((item, counts[item]))
         counts[item] += 1
     return numbered
-
-
-def _longest_rising(places: list[int]) -> set[int]:
-    ends: list[int] = []
-    before: dict[int, int | None] = {}
-    for place in places:
-        length = bisect_left(ends, place)
-        before[place] = ends[length - 1] if length else None
-        ends[length : length + 1] = [place]
-    members, place_or_none = set(), ends[-1] if ends else None
-    while place_or_none is not None:
-        members.add(place_or_none)
-        place_or_none = before[place_or_none]
-    return members
 
 
 def _replaced(before: list[HeadItem], now: list[HeadItem]) -> set[HeadItem]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from itertools import islice
 from operator import eq, ge, le, lt
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -211,13 +210,6 @@ class Reading:
         digests = {turn.setup for turn in turns}
         rows = self._connection.execute(_SETUPS, {"digests": sorted(digests)})
         return {row.digest: decode(schema.setups, row) for row in rows}
-
-
-def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Yield `items` in lists of at most `size`."""
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
 
 
 def together(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:

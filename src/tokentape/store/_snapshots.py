@@ -21,13 +21,14 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Row, func, insert, literal, select, update
 
+from tokentape._batches import batched
 from tokentape._canonical import canonical_json
 from tokentape._session.jsonl import json_line
 from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._listing import EXTENT_COLUMNS, extent_of, of_turns
-from tokentape.store._reads import Extent, StoredSession, batched
+from tokentape.store._reads import Extent, StoredSession
 from tokentape.store._writes import TOMBSTONE, delete_rows, holder_of
 from tokentape.types import Trajectory
 

@@ -13,12 +13,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.expression import ClauseElement
 
+from tokentape._batches import batched
 from tokentape.chat._media import image_parts
 from tokentape.errors import Conflict, InvariantViolation, NotFound
 from tokentape.store import _schema as schema
 from tokentape.store._checks import chained, per_token_faults, turn_faults
 from tokentape.store._files import EXTERNAL, remove_payloads
-from tokentape.store._reads import batched
 from tokentape.store._rows import COLUMNS, Record, Values, encode
 from tokentape.types import Media, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 

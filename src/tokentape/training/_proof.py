@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from tokentape._batches import batched
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.probing import smallest_text
 from tokentape.errors import InvalidRequest
@@ -78,8 +79,7 @@ def prove(old: str | Path, new: str | Path | TrainingTokenizer, corpus: Iterable
     sides = [tokenizers.Tokenizer.from_str(json.dumps(spec | plain, ensure_ascii=False)) for spec in (was, now)]
     ids, changed = token_ids(was), list[tuple[str, str]]()
     texts = tokens = 0
-    rest = chain(_always_tried(sides[0], ids), _read(corpus))
-    while some := list(islice(rest, 1000)):
+    for some in batched(chain(_always_tried(sides[0], ids), _read(corpus)), 1000):
         before, after = (side.encode_batch_fast([t for _, t in some], add_special_tokens=False) for side in sides)
         texts += len(some)
         tokens += sum(len(encoding.ids) for encoding in before)

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from tokentape._session.verdict import NOT_KNOWN
 from tokentape.chat._call_syntax import common_prefix
-from tokentape.chat._caller_text import SENTINELS, provenance_of_tokens
+from tokentape.chat._caller_text import provenance_of_tokens
+from tokentape.chat._generation_blocks import cut_marks, has_blocks, with_marks
 from tokentape.chat._renderer import Renderer
-from tokentape.chat._template import REASONING_FIELDS, ChatTemplate
+from tokentape.chat._template import REASONING_FIELDS
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway._wire.shared_fields import tool_arguments
@@ -33,8 +34,6 @@ from tokentape.training._samples import Sample
 from tokentape.types import Codes, Message, Provenance, Setup
 
 _FOREIGN = (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)
-_OPEN, _CLOSE = SENTINELS[:2]
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,26 +209,13 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, 
 def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
     """Return the spans of the template's `{% generation %}` blocks; None unless each assistant message has one."""
     template = rendered.renderer.template
-    if not _GENERATION.search(template.whole_source):
+    if not has_blocks(template.whole_source):
         return None
-    tool_use = template.tool_use_source
-    template = ChatTemplate(_GENERATION.sub(_shown, template.source), tool_use and _GENERATION.sub(_shown, tool_use))
-    shown = Renderer(rendered.renderer.tokenizer, template)
-    pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown.render_text(rendered.messages, rendered.setup, generate=False))
-    speakers = _speakers(rendered.messages)
-    if "".join(pieces[::2]) != rendered.text or pieces[1::2] != [_OPEN, _CLOSE] * len(speakers):
+    renderer, speakers = Renderer(rendered.renderer.tokenizer, with_marks(template)), _speakers(rendered.messages)
+    text, ranges = cut_marks(renderer.render_text(rendered.messages, rendered.setup, generate=False))
+    if text != rendered.text or len(ranges) != len(speakers):
         return None
-    ends = np.cumsum([len(piece) for piece in pieces[::2]]).tolist()
-    return [AssistantSpan(n, ends[2 * k], ends[2 * k + 1]) for k, n in enumerate(speakers)]
-
-
-def _shown(tag: re.Match[str]) -> str:
-    """Return a generation tag and a sentinel inside the block, with the tag's whitespace control at both ends."""
-    left, end, right = tag.groups()
-    sentinel = f'{{{{ "\\u{ord(_CLOSE if end else _OPEN):04x}" }}}}'
-    if end:
-        return f"{{%{left} if true %}}{{% endif %}}{sentinel}{{% endgeneration {right}%}}"
-    return f"{{%{left} generation %}}{sentinel}{{% if true %}}{{% endif {right}%}}"
+    return [AssistantSpan(n, start, end) for n, (start, end) in zip(speakers, ranges, strict=True)]
 
 
 def _starts_after_headers(rendered: RenderedConversation) -> dict[int, int] | None:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape._batches import batched
 from tokentape.audit._drift import report as reports
 from tokentape.audit._id_rows import IdRow, Span
 from tokentape.audit._statistics import Shares
@@ -81,16 +82,10 @@ class RowMeter:
 
     def measure(self, rows: Iterable[IdRow]) -> Iterator[RowDrift]:
         """Yield the counts of each row. Raises `InvalidRequest` for ids that are not in the tokenizer's vocabulary."""
-        waiting: list[IdRow] = []
-        size = 0
-        for row in rows:
-            check_vocabulary(row.ids, self.tokenizer, row.name)
-            waiting.append(row)
-            size += sum(span.end - span.start for span in row.spans) + 2 * _SEAM
-            if size >= BATCH_TOKENS:
-                yield from self._batch(waiting)
-                waiting, size = [], 0
-        yield from self._batch(waiting)
+        for batch in batched(rows, BATCH_TOKENS, _tokens_to_encode):
+            for row in batch:
+                check_vocabulary(row.ids, self.tokenizer, row.name)
+            yield from self._batch(batch)
 
     def _batch(self, rows: Sequence[IdRow]) -> Iterator[RowDrift]:
         completions = [(row, span) for row in rows for span in row.spans if span.end > span.start]
@@ -270,6 +265,10 @@ def measure_drift(
     for row in RowMeter(tokenizer, forward=forward, forward_limit=forward_limit).measure(rows):
         tally.add(row)
     return tally.report(tokenizer.sha256)
+
+
+def _tokens_to_encode(row: IdRow) -> int:
+    return sum(span.end - span.start for span in row.spans) + 2 * _SEAM
 
 
 def _shown(pieces: Iterable[bytes]) -> tuple[str, ...]:

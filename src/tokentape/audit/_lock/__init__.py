@@ -159,9 +159,7 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
 
 def _set_by_code(lock: Lock, tokenizer: Any) -> list[str]:
     """Return the names of special tokens that the tokenizer has, but neither the locked files nor its class sets."""
-    if lock.components.loading is None:
-        return []  # this older lock lacks files that may set them
-    by_map = named_special_tokens(lock.components.loading.get("special_tokens_map.json", {}))
+    by_map = named_special_tokens((lock.components.loading or {}).get("special_tokens_map.json", {}))
     parameters = signature(type(tokenizer).__init__).parameters
     by_class = {name: parameter.default for name, parameter in parameters.items()}
     return [

@@ -10,12 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from tokentape._alignment import anchors, first_difference
 from tokentape.audit import _model_files as model_files
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, sha256, unpacked_merges
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 from tokentape.audit._skew.file_findings import same_template
 from tokentape.audit._skew.parts import PREFIXES, Merge, nested_difference, same_merges, same_step
-from tokentape.audit._tokendiff.alignment import anchors, first_difference
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 
@@ -148,7 +148,7 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
     changes = [_change(what, description) for what, description in _changed_parts(lock, observed, template_kwargs)]
     notes: list[str] = []
     parts_differ = bool(changes)
-    if old.loading is not None and new is not None and new.loading is not None:
+    if new is not None and new.loading is not None:
         loading_changes, note = _loading(old, new, Path(observed.name))
         changes += loading_changes
         notes += note
@@ -167,17 +167,11 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         changes += [LockChange("versions and files", notice, "`--strict` forbids it") for notice in notices]
     else:
         notes += notices
-    lacking = {
-        "config.json, truncation and padding": old.configuration is None,
-        "model_max_length": old.configuration is not None and model_files.MAX_LENGTH not in old.configuration,
-        "files besides tokenizer.json that transformers reads": old.loading is None,
-        "the tokenizer class that config.json names": old.loading is not None
-        and model_files.MODEL_CONFIG not in old.loading
-        and any(key.startswith(f"{model_files.MODEL_CONFIG} ") for key in old.configuration or ()),
-    }
-    unlocked = [f"{what}, which this older lock does not contain" for what, lacks in lacking.items() if lacks]
-    not_compared = *observed.not_compared, *unlocked
-    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), not_compared)
+    not_compared = [*observed.not_compared]
+    in_model_config = [key for key in old.configuration or () if key.startswith(f"{model_files.MODEL_CONFIG} ")]
+    if in_model_config and model_files.MODEL_CONFIG not in (old.loading or {}):
+        not_compared.append("the tokenizer class that config.json names: the locked config.json names none")
+    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), tuple(not_compared))
 
 
 def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -203,12 +197,9 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield "special tokens", f"{key} was {before}, is {after}"
     if new.eos_ids != old.eos_ids:
         yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
-    if old.configuration is not None and new.configuration is not None:
-        for key, pair in model_files.unlike(old.configuration, new.configuration).items():
-            # A key that an older lock lacks may have been set.
-            lacked = key == model_files.MAX_LENGTH and key not in old.configuration
-            if not lacked and (old.loading is not None or not key.endswith(model_files.SAMPLED)):
-                yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
+    if new.configuration is not None:
+        for key, pair in model_files.unlike(old.configuration or {}, new.configuration).items():
+            yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
     if new.template_sha256 != old.template_sha256 and not _same_template(old, new):
         yield "template", _template_change(old.template, new.template)
 
@@ -218,10 +209,6 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
     was, now = model_files.comparable_settings(old.loading or {}, new.loading or {})
     templates = model_files.unlike(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
     changes = [_change("template", f"the template named {name} {_came(*pair)}") for name, pair in templates.items()]
-    config, config_now = was.get(model_files.CONFIG, {}), now.get(model_files.CONFIG, {})
-    nulls = [key for key, value in config_now.items() if value is None and key not in old.special_tokens]
-    if nulls and None not in config.values():  # an older lock does not say which special tokens were null
-        was[model_files.CONFIG] = {**dict.fromkeys(nulls), **config}
     if was == now:
         return changes, []
     from tokentape.audit._skew.auditor import loaded_findings

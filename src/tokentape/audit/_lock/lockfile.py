@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 import tokenizers
 
+from tokentape._batches import batched
 from tokentape._durable import write_durably
 from tokentape.audit import _model_files as model_files
 from tokentape.audit._skew.backends import with_text_arguments
@@ -145,7 +145,7 @@ class LockedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts of a tokenizer and a template. A part that an older lock lacks is None."""
+    """The parts of a tokenizer and a template."""
 
     files: Mapping[str, str]
     """Hex SHA-256 of each file; empty for a tokenizer in memory."""
@@ -162,11 +162,13 @@ class Components:
     template_sha256: str
     """Hex SHA-256 of the template and its variant for tools."""
     configuration: Mapping[str, Any] | None = None
-    """The results of `model_configuration` and `max_length`, and the tokenizer's truncation and padding."""
+    """The results of `model_configuration` and `max_length`, and the tokenizer's truncation and padding. None for a
+    tokenizer in memory."""
     merge_list: str | None = None
-    """The compressed merges, see `packed_merges`."""
+    """The compressed merges, see `packed_merges`; None if they can't be packed."""
     loading: model_files.Settings | None = None
-    """Settings that transformers reads from other files, see `loading_settings`, and digests of named templates."""
+    """Settings that transformers reads from other files, see `loading_settings`, and digests of named templates. None
+    for a tokenizer in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +182,13 @@ class Lock:
     certificate: Mapping[str, Any]
     """The findings in the model's certificate, see `certified`."""
     goldens: tuple[LockGolden, ...]
-    date: str = grammar.DATE
-    certifier: str | None = None
-    """Hex SHA-256 of the source that made the certificate; None in older locks."""
+    date: str
+    certifier: str
+    """Hex SHA-256 of the source that made the certificate."""
 
     def to_text(self) -> str:
         """Return the lockfile's text. Equal locks have equal texts."""
         fields = {"format": FORMAT, **asdict(self), "goldens": [golden.written() for golden in self.goldens]}
-        for name in ("configuration", "merge_list", "loading"):
-            if fields["components"][name] is None:  # as older versions wrote it
-                del fields["components"][name]
-        if self.certifier is None:
-            del fields["certifier"]
         return _laid_out(fields) + "\n"
 
 
@@ -211,6 +208,7 @@ def make_lock(
         components=components_of(renderer, folder),
         certificate=certified(load_or_certify(renderer, kwargs)),
         goldens=goldens_of(renderer, kwargs),
+        date=grammar.DATE,
         certifier=certifier_digest(),
     )
 
@@ -264,7 +262,7 @@ def read_lock(path: str | Path) -> Lock:
         lock = msgspec.convert(document, Lock)
         # A field that is not written back is unknown: misspelled, or from a different version.
         if json.loads(lock.to_text()) != document:
-            raise ValueError("it has unknown or missing fields")
+            raise ValueError("it has unknown or missing fields; write it again with `tokentape lock`")
         if set(lock.components.steps) != set(_STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
         if not lock.goldens or not lock.certificate:
@@ -360,8 +358,7 @@ def _entries(vocab: Mapping[str, int] | Sequence[Any]) -> Iterator[str]:
 
 
 def _digests(entries: Iterable[str]) -> Iterator[str]:
-    rest = iter(entries)
-    while block := list(islice(rest, BLOCK)):
+    for block in batched(entries, BLOCK):
         joined = "\n".join(block)
         # Token strings with line breaks could make different blocks equal when joined.
         yield sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tokentape.audit._tokendiff.alignment import first_difference
+from tokentape._alignment import first_difference
 from tokentape.audit._tokendiff.kinds import boundary_artifact, text_artifact
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NothingToMeasure

@@ -18,7 +18,6 @@ from jinja2 import nodes
 
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends import Backend, SkewChat, with_text_arguments
-from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
@@ -295,7 +294,7 @@ def template_conversations(sources: Iterable[str]) -> Iterator[SkewChat]:
 
 
 def _replaced(source: str) -> Iterator[str]:
-    tree = parse_template(without_marks(source))
+    tree = parse_template(source)
     calls: list[nodes.Call | nodes.Filter] = [*tree.find_all(nodes.Call), *tree.find_all(nodes.Filter)]
     for call in calls:
         name = call.name if isinstance(call, nodes.Filter) else getattr(call.node, "attr", "")

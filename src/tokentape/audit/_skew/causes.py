@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from tokentape._alignment import first_difference
 from tokentape.audit._skew import battery
 from tokentape.audit._skew import parts as tokenizer_parts
 from tokentape.audit._skew.backends import Backend, BackendFacts
@@ -23,7 +24,6 @@ from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Cause, Differing, Encoder, Kind, Probe, Skew
 from tokentape.audit._skew.probing import explain, result, smallest, smallest_text, token_strings
 from tokentape.audit._skew.template_causes import OF_TEXT
-from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _MOST_SPELLED = 2

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tokentape._batches import batched
 from tokentape._session.arrow import open_parquet
 from tokentape.audit._skew.backends import Backend, SkewChat, open_backend
 from tokentape.audit._skew.findings import CorpusStatistics, Differing
@@ -32,6 +33,7 @@ _RECORDS = (".jsonl", ".ndjson", ".parquet")
 _FIELDS = ("text", "content", "prompt", "completion", "response", "instruction", "input", "output")
 _SMALL = 1 << 20
 _BATCH_ROWS = 256
+_BATCH_CHARACTERS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ def _open_backends(a: str, b: str) -> None:
 def compare_range(a: Backend, b: Backend, file_range: Range) -> Compared:
     counts: Counter[str] = Counter(bytes=file_range.end - file_range.start)
     examples: list[Differing] = []
-    for batch in batches(documents_of(file_range)):
+    for batch in batched(documents_of(file_range), _BATCH_CHARACTERS, len):
         ours, theirs = a.encode(batch), b.encode(batch)
         rows = zip(batch, ours, theirs, strict=True)
         differing = [Differing(text, file_range.path.name, x, y) for text, x, y in rows if x != y]
@@ -192,7 +194,8 @@ def documents_of(file_range: Range) -> Iterator[str]:
         for record in _records(file_range, (*_FIELDS, "messages")):
             yield from _texts_of(record)
         return
-    yield from map("".join, batches((line.decode("utf-8", "replace") for line in _lines(file_range)), PIECE_CHARACTERS))
+    lines = (line.decode("utf-8", "replace") for line in _lines(file_range))
+    yield from map("".join, batched(lines, PIECE_CHARACTERS, len))
 
 
 def _lines(file_range: Range) -> Iterator[bytes]:
@@ -225,17 +228,3 @@ def _texts_of(record: Any) -> Iterator[str]:
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and isinstance(message.get("content"), str):
                 yield message["content"]
-
-
-def batches(texts: Iterable[str], characters: int = 1 << 19) -> Iterator[list[str]]:
-    """Yield lists of texts. A list ends as soon as it has `characters` characters."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= characters:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

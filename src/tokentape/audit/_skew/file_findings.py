@@ -11,11 +11,11 @@ import jinja2
 
 from tokentape.audit._model_files import CONFIG, CONFIG_FILES, MAX_LENGTH, ROWS, SAMPLED, unlike
 from tokentape.audit._skew.backends import Ability, Backend, BackendFacts
-from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.causes import SAME_FILES, TextCauses
 from tokentape.audit._skew.findings import Severity, Skew, SkewResult
 from tokentape.audit._skew.parts import PARTS, TABLES, Spec, added_words, part_of, table_words, unlike_tokens
 from tokentape.audit._skew.probing import result
+from tokentape.chat._generation_blocks import without_tags
 from tokentape.chat._template import parse_template
 
 _TRAINED = "Use the file that the weights were trained with on both sides."
@@ -178,7 +178,7 @@ def _scopes(source: str) -> list[str]:
 
 
 def _program(source: str) -> jinja2.nodes.Template:
-    tree = parse_template(without_marks(source))
+    tree = parse_template(without_tags(source))
     for output in tree.find_all(jinja2.nodes.Output):
         joined: list[jinja2.nodes.Expr] = []
         for node in output.nodes:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from tokentape._alignment import first_difference
 from tokentape.audit import _report as blocks
 from tokentape.audit._skew.backends import BackendFacts, SkewChat
-from tokentape.audit._tokendiff.alignment import first_difference
 
 Kind: TypeAlias = Literal[
     "normalizer", "pre-tokenizer", "added token", "vocabulary", "merges", "model settings", "BOS/EOS", "decoder",

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
+from tokentape._alignment import first_difference
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends import BackendFacts, BackendToken
 from tokentape.audit._skew.findings import Kind
-from tokentape.audit._tokendiff.alignment import first_difference
 
 SPLITS: Mapping[str, tuple[str, ...]] = {
     name: tuple(parts)

@@ -14,12 +14,12 @@ from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import TypeAlias
 
+from tokentape._alignment import first_difference
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends import BackendFacts, SkewChat
 from tokentape.audit._skew.backends.spec import render_text
 from tokentape.audit._skew.battery import FORMS
 from tokentape.audit._skew.findings import Cause, Kind
-from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.chat._template import ChatTemplate
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message

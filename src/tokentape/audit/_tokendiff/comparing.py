@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape._alignment import Segment, aligned
 from tokentape.audit._tokendiff import kinds
-from tokentape.audit._tokendiff.alignment import Segment, aligned
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import common_prefix
 from tokentape.errors import InvalidRequest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
@@ -17,14 +16,12 @@ import tokenizers
 
 from tokentape.audit import _model_files as model_files
 from tokentape.audit._skew import backends
+from tokentape.chat._generation_blocks import cut_marks, has_blocks, with_marks
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
 from tokentape.chat._tokenizer_files import from_text, is_refusal, named_special_tokens, read_json, refuse_short_merges
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
-_BEGIN, _END = "\U0010fffc", "\U0010fffd"
 _READ = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *model_files.PROCESSOR_FILES, "config.json",
     "generation_config.json", "special_tokens_map.json", "added_tokens.json", *model_files.OTHER_FILES,
@@ -78,10 +75,7 @@ class SpecBackend(TemplateBackend):
         self._tokenizer = load_spec(spec, source)
         config = config or {}
         self._template = template
-        self._marked: ChatTemplate | None = None
-        if template is not None and makes_masks(template.source):
-            variant = template.tool_use_source
-            self._marked = ChatTemplate(_with_marks(template.source), variant and _with_marks(variant))
+        self._marked = with_marks(template) if template is not None and has_blocks(template.source) else None
         self._options = options or backends.BackendOptions()
         self.reopened_as = reopened_as
         special_tokens = named_special_tokens(config)
@@ -140,7 +134,7 @@ class SpecBackend(TemplateBackend):
     def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         if self._marked is None:
             return super().render(conversation)
-        text, spans = _cut_marks(self.rendered_text(self._marked, conversation))
+        text, spans = cut_marks(self.rendered_text(self._marked, conversation))
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         mask = [any(a < end and b > start for a, b in spans) for start, end in encoding.offsets]
         return backends.Rendering(encoding.ids, text, mask)
@@ -211,7 +205,7 @@ class AutoBackend(backends.Backend):
         other_templates = {key: source for key, source in variants.items() if key not in ("default", "tool_use")}
         abilities: set[backends.Ability] = {"special", "decode", "controls"}
         if template is not None:
-            abilities |= {"render", "mask"} if makes_masks(template) and spec is not None else {"render"}
+            abilities |= {"render", "mask"} if has_blocks(template) and spec is not None else {"render"}
         special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         if spec is not None:
             added = added_of(spec)
@@ -340,40 +334,3 @@ def hashes(folder: Path) -> dict[str, str]:
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def makes_masks(template: str) -> bool:
-    """Return True if a template marks tokens that carry loss with `{% generation %}` blocks."""
-    return _GENERATION.search(_COMMENT.sub("", template)) is not None
-
-
-def without_marks(template: str) -> str:
-    """Return the template with the tags of `{% generation %}` blocks turned into comments."""
-    return _GENERATION.sub(r"{#\1 \3#}", template)
-
-
-def _with_marks(template: str) -> str:
-    """Return the template with private characters in place of `{% generation %}` tags, scoped and trimmed alike."""
-
-    def marked(tag: re.Match[str]) -> str:
-        before, end, after = tag.groups()
-        first, mark, last = ("set _mark = 0", _END, "endwith") if end else ("with", _BEGIN, "set _mark = 0")
-        return f"{{%{before} {first} %}}{{{{ '{mark}' }}}}{{% {last} {after}%}}"
-
-    return _GENERATION.sub(marked, template)
-
-
-def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without the private characters of `_with_marks`, and the ranges that they enclosed."""
-    pieces: list[str] = []
-    spans: list[tuple[int, int]] = []
-    position = start = 0
-    for piece in re.split(f"([{_BEGIN}{_END}])", text):
-        if piece == _BEGIN:
-            start = position
-        elif piece == _END:
-            spans.append((start, position))
-        else:
-            pieces.append(piece)
-            position += len(piece)
-    return "".join(pieces), spans

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentape.audit._tokendiff.alignment import Block, anchored_blocks, common_blocks
+from tokentape._alignment import Block, anchored_blocks, common_blocks
 
 letters = st.lists(st.integers(0, 3), max_size=14)
 
