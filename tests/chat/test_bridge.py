@@ -53,6 +53,14 @@ def test_truncated_turn_is_closed_with_the_end_of_turn_token() -> None:
     assert closing == "<|end|>"
 
 
+@pytest.mark.usefixtures("source")
+def test_truncated_turn_is_closed_with_a_header_that_is_a_stop_token() -> None:
+    renderer = load_renderer("glm4_5/templates/GLM-4.6.jinja")
+    text, closing = bridged(renderer, "<think>so</think>\nhi")
+    assert text.startswith("<|user|>\nnext")
+    assert closing == "<|user|>"
+
+
 NO_END_OF_TURN = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m.content }}
 {%- if loop.last and m.role == 'assistant' -%}<|endoftext|>{%- endif -%}
 {%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant: {%- endif -%}"""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -82,6 +84,24 @@ def test_adapters_have_versions_of_their_own(renderer: Renderer, store: SqliteSt
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "weight_version")
         versions = {name: [turn.weight_version for turn in store.load_session(name).turns] for name in ("a", "b")}
     assert versions == {"a": ["step-1", "a-7", "a-8"], "b": ["step-1"] * 3}
+
+
+def test_restarted_gateway_records_the_versions_named_before(renderer: Renderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, ["four<|im_end|>"] * 2, weight_version=None)
+    engine.info = replace(engine.info, sampling=engine.info.sampling | {"adapter"})
+
+    def gateway() -> AbstractContextManager[str]:
+        return running(create_app(Turns(engine, renderer, SqliteStore.open(tmp_path)), model_id="m"))
+
+    with gateway() as url, Client(url) as client:
+        client.resume("step-1")
+        client.resume("a-7", adapter="a")
+    with gateway() as url, httpx2.Client(base_url=url, timeout=PATIENCE) as http:
+        http.post("/sessions", json={"session_id": "a", "pin": {"adapter": "a"}})
+        for name in ("a", "b"):
+            ask(http, name)
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        assert [store.load_session(name).turns[0].weight_version for name in ("a", "b")] == ["a-7", "step-1"]
 
 
 @pytest.mark.parametrize("limits", [Limits(pause_patience=0.1)])

@@ -103,6 +103,15 @@ def test_append_only_template_history_starts_no_branch(renderer: Renderer, tmp_p
     assert (second.parent, second.fork) == (0, None)
 
 
+def test_truncated_turn_that_template_history_continues_is_closed(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, ["first ans", SECOND_REPLY], history="template")
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (0, None)
+    assert talk.text(second.added_ids[second.added_provenance == Provenance.CLOSE]) == "<|im_end|>"
+    assert [trajectory.verdict for trajectory in talk.store.load_session("s").trajectories()] == ["closed"]
+
+
 def test_edited_history_keeps_the_exact_sampled_ids(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))

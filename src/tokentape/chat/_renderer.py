@@ -274,7 +274,8 @@ class Renderer(TemplateText):
             prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
             space = cut.before[len(cut.before.rstrip()) :]
             closing = self._close_part(completion_ids, setup, prompt_ids, cut.text, space)
-            if cut.ends_turn:
+            # The next message's header may be the stop token that the model did not sample (GLM).
+            if cut.ends_turn or not self.stop_ids(setup).isdisjoint(ids[:1].tolist()):
                 provenance[:1] = Provenance.CLOSE
             closed = np.full(len(closing), Provenance.CLOSE, dtype=np.uint8)
             added = PromptTokens(np.concatenate([closing, ids]), np.concatenate([closed, provenance]))

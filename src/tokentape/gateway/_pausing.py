@@ -22,7 +22,7 @@ from tokentape.errors import EngineUnavailable, StoreError, StoreUnavailable
 from tokentape.gateway._limits import InFlightCounter
 from tokentape.store import Store
 from tokentape.store import _gateways as shared
-from tokentape.store._gateways import GatewayState
+from tokentape.store._gateways import GateState, GatewayState
 
 _T = TypeVar("_T")
 
@@ -147,10 +147,9 @@ class Pausing:
         return await self._others_idle(until) and idle if self._store.shared else idle
 
     async def resume(self, weight_version: str | None, adapter: str | None = None) -> None:
-        """Open the gates; see `Gate.open`."""
-        if self._store.shared:
-            change = partial(shared.change_gate, closed=False, weight_version=weight_version, adapter=adapter)
-            await self._store.transact(change)
+        """Open the gates; see `Gate.open`. The record keeps the version for gateways that start later."""
+        change = partial(shared.change_gate, closed=False, weight_version=weight_version, adapter=adapter)
+        await self._store.transact(change)
         self._gate.open(weight_version, adapter)
 
     async def in_flight_elsewhere(self) -> tuple[int, int]:
@@ -162,8 +161,12 @@ class Pausing:
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
-        """Apply gate changes by other gateways on the record, and write heartbeats, during the `with` block."""
+        """Apply gate changes by other gateways on the record, and write heartbeats, during the `with` block.
+
+        A gateway alone only takes the weight versions from the record.
+        """
         if not self._store.shared:
+            self._open(await self._read(shared.gate_state))
             yield
             return
         await self._look()
@@ -217,10 +220,13 @@ class Pausing:
             self._own, self._beat_at = beat, now
         # After the heartbeat, because without one the others don't wait for this gateway's calls.
         if not state.closed and (news or returning):
-            self._gate.adapter_versions = state.adapter_versions
-            self._gate.open(state.weight_version)
+            self._open(state)
         if returning:
             self._alone = False
+
+    def _open(self, state: GateState) -> None:
+        self._gate.adapter_versions = state.adapter_versions
+        self._gate.open(state.weight_version)
 
     async def _others_idle(self, until: float) -> bool:
         """Wait until every other gateway has applied the newest gate change and is idle. Return False after `until`."""

@@ -266,7 +266,12 @@ class PromptBuilder:
             added = self._rendered(session, setup, request.messages, parent, replies)
             length = len(context_ids)
             if unless_continued and np.array_equal(added.ids[:length], context_ids):
-                return prompt(PromptTokens(added.ids[length:], added.provenance[length:]))
+                stops, provenance = self._renderer.stop_ids(setup), added.provenance[length:].copy()
+                if parent is not None and stops.isdisjoint(parent.completion_ids.tolist()):
+                    # As in a bridge, what ends a truncated turn is its close.
+                    end = next((n for n, id_ in enumerate(added.ids[length:].tolist(), 1) if id_ in stops), 0)
+                    provenance[:end] = Provenance.CLOSE
+                return prompt(PromptTokens(added.ids[length:], provenance))
             return Prompt(setup, _from_root(point, request), added, added.ids, request.sampling, cause)
 
         if request.prompt_ids is not None:
