@@ -50,12 +50,16 @@ def texts() -> dict[str, tuple[str, ...]]:
 
 
 def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield texts with each control token: alone, between letters, and with whitespace around it."""
+    """Yield texts with each control token: alone, between letters, with whitespace around it, and before a mark.
+
+    A normalizer may join the mark, U+0338, to the token's last character, which only a `normalized` token reacts to.
+    """
     for token in tokens:
         yield token
         yield f"a{token}b"
         yield f"a {token} b"
         yield f"a\n{token}\n\nb"
+        yield f"{token}\u0338"
 
 
 def by_text(groups: Mapping[str, Iterable[str]]) -> dict[str, str]:

@@ -56,9 +56,11 @@ def file_findings(
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no tried input shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
+    # A text that the sides decode differently shows a table, but not which one.
+    unseen = "" if any(finding.probe == "decode" for finding in earlier) else "; no tried input shows it"
     for name in causes.tables:
         if (cause := table_words(name, a.facts, b.facts)) not in known_causes:
-            new.append(Skew(TABLES[name], "facts", f"{cause}; no tried input shows it", _TRAINED, 1))
+            new.append(Skew(TABLES[name], "facts", f"{cause}{unseen}", _TRAINED, 1))
     if templates and not any(finding.probe == "render" and finding.severity == "skew" for finding in earlier):
         new += _templates(a.facts, b.facts)
     return new

@@ -208,7 +208,12 @@ _IDS, _PIECES = ([f"{which}_{what}" for which in ("unk", "bos", "eos", "pad")] f
 _SETTINGS = ("model_type", "treat_whitespace_as_suffix", "byte_fallback", *_IDS, "unk_surface", *_PIECES)
 _NORMALIZER = ("precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces", "escape_whitespaces")
 """The fields of SentencePiece's TrainerSpec and NormalizerSpec that change ids or text."""
-_FIELDS = {"pieces": "pieces", "settings": "trainer_spec", "normalizer": "normalizer_spec"}
+_FIELDS = {
+    "pieces": "pieces",
+    "settings": "trainer_spec",
+    "normalizer": "normalizer_spec",
+    "denormalizer": "denormalizer_spec",
+}
 """Fields of SentencePiece's ModelProto by the names of tables."""
 _TYPES = ("", "normal", "unknown", "control", "user-defined", "unused", "byte")
 _LONGEST = 40
@@ -269,12 +274,16 @@ class SentencePieceBackend(backends.Backend):
 
 
 def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
-    """Return pieces, settings and normalizer of a SentencePiece model. Raises `TokenizerUnusable` if it is corrupt."""
+    """Return the tables of a SentencePiece model. Raises `TokenizerUnusable` if it is corrupt."""
     model = _parsed(data)
     return {
         "normalizer": {name: _short(getattr(model.normalizer_spec, name)) for name in _NORMALIZER},
+        "denormalizer": {_NORMALIZER[0]: _short(model.denormalizer_spec.precompiled_charsmap)},
         "settings": {name: _short(getattr(model.trainer_spec, name)) for name in _SETTINGS},
-        "pieces": {piece.piece: (n, round(piece.score, 6), _TYPES[piece.type]) for n, piece in enumerate(model.pieces)},
+        # Nine digits tell all float32 scores apart.
+        "pieces": {
+            piece.piece: (n, float(f"{piece.score:.9g}"), _TYPES[piece.type]) for n, piece in enumerate(model.pieces)
+        },
     }
 
 
