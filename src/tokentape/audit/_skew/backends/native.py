@@ -51,7 +51,7 @@ class MistralBackend(backends.Backend):
             files={file.name: hash_file(file)},
             added=added,
             vocab_size=self._tokenizer.n_words,
-            tables=_tekken_tables(file) if file.suffix == ".json" else model_tables(file.read_bytes()),
+            tables=_tekken_tables(file, added) if file.suffix == ".json" else model_tables(file.read_bytes()),
             notes=("mistral-common reads control tokens in text as text",),
         )
 
@@ -84,11 +84,20 @@ class MistralBackend(backends.Backend):
         return str(self._tokenizer.id_to_piece(token_id)) if 0 <= token_id < self._tokenizer.n_words else None
 
 
-def _tekken_tables(file: Path) -> dict[str, dict[str, Any]]:
+def _tekken_tables(file: Path, added: Mapping[str, backends.BackendToken]) -> dict[str, dict[str, Any]]:
+    """Return what the library uses: not the `token_str` of pieces, and its own control tokens if the file has none."""
     doc = read_json(file)
-    pieces = {str(entry.get("token_str") or entry["token_bytes"]): entry["rank"] for entry in doc["vocab"]}
-    controls = {entry["token_str"]: entry["rank"] for entry in doc.get("special_tokens") or ()}
+    pieces = {_piece(entry["token_bytes"]): entry["rank"] for entry in doc["vocab"]}
+    controls = {content: token.id for content, token in added.items()}
     return {"pieces": pieces, "control tokens": controls, "settings": dict(doc["config"])}
+
+
+def _piece(encoded: str) -> str:
+    """Return the text of bytes in base64, or `encoded` if they are not UTF-8."""
+    try:
+        return base64.b64decode(encoded).decode()
+    except UnicodeDecodeError:
+        return encoded
 
 
 class TiktokenBackend(TemplateBackend):
