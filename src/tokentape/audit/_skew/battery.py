@@ -17,12 +17,13 @@ from typing import Any, Literal
 from jinja2 import nodes
 
 from tokentape.audit._model_files import unlike
-from tokentape.audit._skew.backends import Backend, SkewChat, with_text_arguments
+from tokentape.audit._skew.backends import Backend, SkewChat
 from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.chat._template import ChatTemplate, parse_template
+from tokentape.engines._tokenizing import with_text_arguments
 from tokentape.types import Message, Tool
 
 FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")

@@ -16,6 +16,7 @@ from tokentape.audit._skew.backends.spec import TemplateBackend, find_template, 
 from tokentape.audit._skew.parts import SPLITS, byte_level
 from tokentape.chat._byte_level import byte_piece
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
+from tokentape.engines._tokenizing import with_text_arguments
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable, UnsupportedParameter
 
 _O200K_RANKS = 190_000
@@ -70,7 +71,7 @@ class MistralBackend(backends.Backend):
         if not conversation.generate:
             raise UnsupportedParameter("mistral-common can't leave out the generation prompt", "add_generation_prompt")
         stripped = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
-        messages = [backends.with_text_arguments(message) for message in stripped]
+        messages = [with_text_arguments(message) for message in stripped]
         try:
             request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
             return backends.Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
