@@ -194,6 +194,12 @@ def test_temperature_is_found_in_rounded_logprobs(seed: int, temperature: float)
     assert (found.causes, f"temperature {temperature}" in found.detail) == (("temperature",), True)
 
 
+def test_zeros_are_named() -> None:
+    made = turns(0)
+    found = only(causes(made, [np.zeros(len(turn.sampled)) for turn in made]))
+    assert found.causes == ("zeros", "truncation")
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("by", "whose"), [(1, "next"), (-1, "previous")])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

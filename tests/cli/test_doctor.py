@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.cli.conftest import Run
@@ -18,9 +19,13 @@ from tokentape.cli.doctor import (
     data_directory,
     environment,
     probe,
+    rescored,
     sqlite_version,
 )
 from tokentape.config import ServeConfig
+from tokentape.engines._http import HttpClient
+from tokentape.engines._scoring import Scores
+from tokentape.errors import EngineContractError
 from tokentape.store import SqliteStore
 
 KEY = "k" * 16
@@ -145,6 +150,30 @@ def test_nondeterministic_engine_is_a_warning(renderer: Renderer) -> None:
 def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:
     finding = asyncio.run(probe(ScriptedEngine(renderer, ["", ""]), renderer))
     assert finding.status == "fail"
+
+
+@pytest.mark.parametrize(("score", "status"), [(-0.6, "ok"), (-1.5, "warn")])
+def test_sampled_logprobs_are_compared_with_the_servers_scores(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, score: float, status: str
+) -> None:
+    async def scores(_http: object, _info: object, ids: np.ndarray, start: int) -> Scores:
+        return Scores(np.full(len(ids) - start, score, np.float32), np.empty((len(ids) - start, 0), np.float32))
+
+    monkeypatch.setattr("tokentape.cli.doctor.server_scores", scores)
+    (finding,) = asyncio.run(rescored(ScriptedEngine(renderer, ["one two"]), HttpClient("http://unused"), renderer))
+    assert (finding.name, finding.status) == ("scores", status)
+
+
+def test_a_server_that_breaks_its_contract_answered(
+    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise EngineContractError("the engine returned no logprobs")
+
+    monkeypatch.setattr("tokentape.cli.doctor.open_configured", broken)
+    server = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:9")
+    done = run("doctor", model_dir, "--data", tmp_path, *server)
+    assert done.stdout.splitlines()[-1] == "fail  engine: the engine returned no logprobs"
 
 
 def test_without_torch_the_extra_is_advised(

@@ -19,14 +19,14 @@ CERTAIN = 0.01
 """A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
 
 _ENOUGH = 8
-"""The number of tokens that a shift needs as evidence."""
+"""The number of tokens that zeros or a shift need as evidence."""
 _VALUES = 3
 """The number of different logprobs that rounding needs as evidence. By chance, one in thousands is a rounded value."""
 _SHIFTED = 0.9
 """The share of tokens that a shift must explain."""
 
 Cause: TypeAlias = Literal[
-    "ids", "temperature", "truncation", "weights", "kernels", "shift", "rounding", "isolated tokens"
+    "ids", "temperature", "truncation", "weights", "kernels", "shift", "rounding", "isolated tokens", "zeros"
 ]
 Found: TypeAlias = tuple[tuple[Cause, ...], str]
 """The causes and the reason."""
@@ -107,7 +107,10 @@ def _rounded(values: Values, grid: str) -> Values:
 
 
 def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> Found | None:
-    """Return a rounding of the recorded logprobs or a shift by one token, if it explains all differences."""
+    """Return zeros, a rounding of the recorded logprobs or a shift by one token, if it explains all differences."""
+    if not any(turn.recorded.any() for turn in turns) and sum(len(turn.recorded) for turn in turns) >= _ENOUGH:
+        why = "as if the engine returned none, or sampled only the likeliest token at each position"
+        return ("zeros", "truncation"), f"all recorded logprobs are 0, {why}"
     distances = np.concatenate([apart_by(turn.recorded, turn.expected, grid.slack(turn.recorded)) for turn in turns])
     if grid.name and (distances > limits.delta).mean() <= limits.share and distances.mean() <= limits.mean:
         return ("rounding",), f"the recorded logprobs are rounded to {grid.name}, which explains the differences"

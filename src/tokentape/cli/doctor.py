@@ -25,6 +25,7 @@ from tokentape._opening import folder_model, model_folder, open_configured
 from tokentape._session.invariants import check_completion
 from tokentape._settings import env_name
 from tokentape._version import __version__
+from tokentape.audit._deviations import PRECISIONS
 from tokentape.audit._served import CheckResult, same_template, serves_model
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certificate_cache import load_or_certify
@@ -36,6 +37,7 @@ from tokentape.config import ServeConfig, settings
 from tokentape.engines._base import Engine, SamplingParams
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import offered_routes
+from tokentape.engines._scoring import server_scores
 from tokentape.engines._vllm import WITHOUT_GENERATE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
 from tokentape.store import SqliteStore
@@ -87,6 +89,7 @@ _LITTLE_SPACE = 5 * 2**30
 _NO_SPACE = 2**28
 _SLOW_FSYNC = 0.05
 _PROBE_TOKENS = 8
+_PROMPT = "The first three letters are A, B and"
 _ROUNDING = 1e-2
 _OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
 
@@ -247,6 +250,8 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
         return [CheckResult("engine", "fail", str(error), advice)]
     except (TokentapeError, OSError) as error:
         advice = "Check that it runs, its URL and its API key." if config.engine.urls else "Pass a different model."
+        # The server answered, and the message says what is wrong with the answer.
+        advice = "" if isinstance(error, EngineContractError) else advice
         return [CheckResult("engine", "fail", str(error), advice)]
     try:
         info, mode, name = engine.info, engine.info.logprobs_mode, engine.info.name
@@ -258,6 +263,7 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
             try:
                 kind, expected = config.engine.kind, config.engine.model
                 findings += await serves_model(kind, http, engine.info, renderer, folder_model(config), expected)
+                findings += await rescored(engine, http, renderer)
                 if kind == "vllm":
                     routes = ", ".join(await offered_routes(http)) or "none"
                     advice = "" if "generate" in engine.info.capabilities else WITHOUT_GENERATE
@@ -275,7 +281,7 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
 
 async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
     """Sample greedily, twice. Each id must have a logprob and be the likeliest token."""
-    prompt = np.array(renderer.tokenizer.encode_plain("The first three letters are A, B and"), np.int32)
+    prompt = np.array(renderer.tokenizer.encode_plain(_PROMPT), np.int32)
     try:
         first, again = [await _sample(engine, prompt) for _ in range(2)]
     except TokentapeError as error:
@@ -289,6 +295,24 @@ async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
         )
         return CheckResult("probe", "warn", f"{detail}; greedy sampling differed the second time", advice)
     return CheckResult("probe", "ok", f"{detail}, the same twice")
+
+
+async def rescored(engine: Engine, http: HttpClient, renderer: Renderer) -> list[CheckResult]:
+    """Compare the logprobs of sampled tokens with the server's scores of the same ids, if it has scores."""
+    prompt = np.array(renderer.tokenizer.encode_plain(_PROMPT), np.int32)
+    try:
+        ids, logprobs = await _sample(engine, prompt)
+        scores = await server_scores(http, engine.info, np.array([*prompt, *ids], np.int32), len(prompt))
+    except (EngineContractError, InvalidRequest) as error:
+        return [CheckResult("scores", "warn", f"not compared: {error}")]
+    if scores is None:
+        return []
+    apart, limit = float(np.abs(scores.logprobs - np.array(logprobs)).max()), PRECISIONS["bfloat16"].delta
+    found = f"sampled logprobs are up to {apart:.2g} nats from the server's scores of the same ids"
+    if apart <= limit:
+        return [CheckResult("scores", "ok", found)]
+    advice = f"Rounding explains {limit}. Record some turns, and find the cause with `tokentape score`."
+    return [CheckResult("scores", "warn", found, advice)]
 
 
 async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -132,12 +133,31 @@ async def server_prompt_ids(
 def _chat(
     messages: Sequence[Message], tools: Sequence[Tool], template_kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    chat: dict[str, Any] = {"messages": [dict(message) for message in messages]}
+    chat: dict[str, Any] = {"messages": list(map(_sent, messages))}
     if tools:
         chat["tools"] = list(tools)
     if template_kwargs:
         chat["chat_template_kwargs"] = dict(template_kwargs)
     return chat
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return the message with its call arguments as JSON text."""
+
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(written, calls))} if calls else message
+
+
+def _sent(message: Message) -> dict[str, Any]:
+    """Return a message as servers accept it: arguments as JSON text, reasoning under both names that they read."""
+    fields = dict(with_text_arguments(message))
+    return {**fields, "reasoning": fields["reasoning_content"]} if "reasoning_content" in fields else fields
 
 
 def _required(value: _Value | None) -> _Value:

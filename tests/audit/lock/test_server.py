@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def models(owner: str) -> JSONResponse:
     return JSONResponse({"data": [{"id": "tiny", "owned_by": owner}]})
 
 
+def as_rendered(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as vLLM passes it to a template: with parsed arguments."""
+    for call in message.get("tool_calls") or ():
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return {name: value for name, value in message.items() if name != "reasoning"}
+
+
 def tokenizing(renderer: Renderer, lock: Lock, *, bos: int | None = None) -> dict[str, Any]:
     """A vLLM that tokenizes with `renderer`, with one more token before conversations if `bos` is set."""
     goldens = {(str(list(golden.messages)), bool(golden.tools)): golden for golden in lock.goldens if golden.messages}
@@ -43,7 +51,11 @@ def tokenizing(renderer: Renderer, lock: Lock, *, bos: int | None = None) -> dic
         if "prompt" in body:
             special = body["add_special_tokens"]
             return JSONResponse({"tokens": renderer.tokenizer.encode_plain(body["prompt"], add_special_tokens=special)})
-        ids = golden_ids(renderer, {}, goldens[str(body["messages"]), "tools" in body])
+        try:
+            messages = [as_rendered(message) for message in body["messages"]]
+        except TypeError:  # vLLM refuses arguments that are no JSON text
+            return JSONResponse({"error": "arguments"}, 400)
+        ids = golden_ids(renderer, {}, goldens[str(messages), "tools" in body])
         return JSONResponse({"tokens": ids if bos is None or ids is None else [bos, *ids]})
 
     return {"/v1/models": models("vllm"), "/tokenize": tokenize}

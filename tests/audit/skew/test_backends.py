@@ -271,6 +271,20 @@ def test_mistral_common_uses_its_own_library() -> None:
     assert not {"normalizer", "vocabulary", "pre-tokenizer"} & set(skews(report))
 
 
+def test_tekken_files_that_the_library_reads_alike_are_clean(tmp_path: Path) -> None:
+    """One lists the library's own control tokens, and texts of pieces, of which only the bytes are read."""
+    tekken = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
+    vocab = [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode(), "token_str": None} for n in range(256)]
+    config = {"pattern": ".", "num_vocab_tokens": 256, "default_vocab_size": 276, "default_num_special_tokens": 20}
+    doc: dict[str, Any] = {"vocab": vocab, "config": config | {"version": "v3"}}
+    listed = doc | {"vocab": [entry | {"token_str": f"piece {entry['rank']}"} for entry in vocab]}
+    listed["special_tokens"] = [dict(token) for token in tekken.Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+    for name, content in (("bare", doc), ("listed", listed)):
+        (tmp_path / f"{name}_tekken.json").write_text(json.dumps(content))
+    report = audit(f"mistral:{tmp_path}/bare_tekken.json", f"mistral:{tmp_path}/listed_tekken.json")
+    assert not report.skewed, [finding.cause for finding in report.findings]
+
+
 @pytest.mark.real
 @pytest.mark.slow
 def test_mistral_common_and_tokenizer_json_of_nemo_give_the_same_ids() -> None:

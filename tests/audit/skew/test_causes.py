@@ -166,6 +166,14 @@ def test_another_order_of_keys_is_the_same_truncation_and_padding(name: str) -> 
     assert found.cause.startswith(f"{name} in tokenizer.json is")
 
 
+@pytest.mark.parametrize("name", ["truncation", "padding"])
+def test_truncation_and_padding_of_one_file_are_a_caution(name: str) -> None:
+    a = replace(healthy(TINY).facts, spec={name: {"max_length": 512}})
+    (found,) = configuration_findings(a, replace(a, kind="vLLM server", spec=None))
+    assert found.severity == "caution"
+    assert found.cause.startswith(f'{name} in tokenizer.json is {{"max_length": 512}} in A: `tokenizers` applies it')
+
+
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_piece_changed_in_two_places_is_named_by_both_outputs(role: str) -> None:
     roles = "{{ 'user' }}{{ ': ' }}", "{{ 'assistant' }}{{ ': ' }}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.audit.skew.cases import TINY, base
@@ -67,6 +68,12 @@ def exchange_scores(changed: Any) -> None:
     first.score, last.score = last.score, first.score
 
 
+def next_score(changed: Any) -> None:
+    """Change a score to the next float32, which differs in its eighth decimal."""
+    piece = learned(changed)[1]
+    piece.score = float(np.nextafter(np.float32(piece.score), np.float32(0)))
+
+
 def rename(changed: Any) -> None:
     learned(changed)[-1].piece += "q"
 
@@ -101,12 +108,33 @@ def test_a_changed_sentencepiece_model_is_named_with_a_text(
     ("change", "message"),
     [
         (exchange_scores, "pieces of the model file: 2 differ"),
+        (next_score, "pieces of the model file: 1 differ"),
         (lambda changed: setattr(changed.trainer_spec, "eos_piece", "[INST]"), "eos_piece"),
     ],
-    ids=["scores", "end"],
+    ids=["scores", "score", "end"],
 )
 def test_changes_that_no_text_shows_are_found(model: Path, change: Callable[[Any], object], message: str) -> None:
     assert [message in finding.cause for finding in skews(model, change)] == [True]
+
+
+def test_another_denormalizer_is_found(model: Path, tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "rules.tsv").write_text("10428\t78\n")  # no tried text has U+10428
+    files = {"input": str(tmp_path / "text.txt"), "denormalization_rule_tsv": str(tmp_path / "rules.tsv")}
+    sentencepiece.SentencePieceTrainer.train(
+        **files, model_prefix=str(tmp_path / "own"), vocab_size=40, hard_vocab_limit=False, minloglevel=2
+    )
+    rules = proto(tmp_path / "own.model").denormalizer_spec
+    [finding] = skews(model, lambda changed: changed.denormalizer_spec.CopyFrom(rules))
+    assert finding.kind == "decoder"
+    assert finding.cause.startswith("denormalizer of the model file: 1 differ")
+
+
+def test_a_setting_that_decoding_shows_is_not_said_to_be_unseen(model: Path) -> None:
+    found = skews(model, lambda changed: setattr(changed.trainer_spec, "unk_surface", "?"))
+    assert [finding.probe for finding in found] == ["decode", "facts"]
+    assert "no tried input" not in found[1].cause
 
 
 def test_a_sentencepiece_model_and_its_copy_are_clean(model: Path) -> None:

@@ -101,6 +101,12 @@ def test_missing_normalization_of_a_server_is_found() -> None:
     assert report.findings[0].example == "e\u0301"
 
 
+def test_token_that_a_server_finds_in_normalized_text_is_found() -> None:
+    added = [{**token, "normalized": True} for token in base(TINY).spec["added_tokens"]]
+    with serving("vllm", base(TINY).side(spec={**base(TINY).spec, "added_tokens": added})) as url:
+        assert audit(healthy(TINY), f"vllm:{url}").skewed
+
+
 def test_part_that_changes_agreeing_texts_is_not_named() -> None:
     spec = {**base(TINY).spec, "normalizer": {"type": "Nmt"}}
     with serving("vllm", base(TINY).side(spec=spec)) as url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentape.audit._id_rows import IdRow, Span
+from tokentape.audit._id_rows import IdRow, Span, iter_rows
 from tokentape.audit._tokendiff.rows import _VALUES, RowComparison, compare_rows, comparison_lines, printed, summary
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
@@ -205,6 +206,37 @@ def test_columns_missing_on_one_side_are_reported_and_not_compared(tokenizer: To
         "0 of 1 rows differ",
         *(f"not compared: {n} of 1 rows, because one side lacks them" for n in _VALUES),
     ]
+
+
+def test_nan_on_both_sides_is_reported_as_not_compared(tokenizer: Tokenizer) -> None:
+    side = with_values("s:0", [0, 1, 1, 1], [np.nan, np.nan, -2.0, np.nan])
+    found = list(compare_rows([side], [side], tokenizer))
+    assert found[0].logprobs is not None
+    assert (found[0].logprobs.tokens, found[0].logprobs.unknown) == (1, 2)
+    line = "not compared: logprobs of 2 tokens, because they are NaN on both sides"
+    assert list(printed(found, "text", "b", 20)) == ["0 of 1 rows differ", line]
+    assert json.loads(written(found, "json"))["tokens_without_logprobs"] == 2
+
+
+def test_infinite_logprobs_on_both_sides_are_the_same(tokenizer: Tokenizer) -> None:
+    side = with_values("s:0", [1, 1], [-np.inf, -1.0])
+    (found,) = compare_rows([side], [side], tokenizer)
+    assert found.same
+
+
+def test_the_largest_difference_is_one_of_a_token_that_differs(tokenizer: Tokenizer) -> None:
+    sides = (with_values("s:0", [1, 1], [first, second]) for first, second in ((np.nan, -1.0), (-1.0, -1.0001)))
+    found = list(compare_rows(*([side] for side in sides), tokenizer))
+    assert "1 of 2 tokens differ, where one side has no number" in next(printed(found, "text", "b", 20))
+
+
+def test_logprobs_of_a_prompt_without_a_mask_are_not_compared(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    split = {"prompt_ids": [5, 6], "completion_ids": [7], "logprobs": [-1.0]}
+    whole = {"input_ids": [5, 6, 7], "logprobs": [0.0, 0.0, -1.0]}
+    for name, value in (("a", split), ("b", whole)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(value))
+    (found,) = compare_rows(iter_rows(tmp_path / "a.jsonl"), iter_rows(tmp_path / "b.jsonl"), tokenizer)
+    assert found.same
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from typing import Any
 from tokentape.audit._lock import lockfile as _lockfile
 from tokentape.audit._lock.comparing import LockChange, LockReport, Observed, compare
 from tokentape.audit._lock.lockfile import Components, Lock, LockGolden, make_lock, read_lock, write_lock
-from tokentape.audit._skew.backends import with_text_arguments
 from tokentape.audit._skew.backends.server import introduced
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._tokenizer_files import named_special_tokens
 from tokentape.engines._http import HttpClient
-from tokentape.engines._tokenizing import server_chat_ids, server_text_ids
+from tokentape.engines._tokenizing import server_chat_ids, server_text_ids, with_text_arguments
 from tokentape.errors import InvalidRequest, NothingToMeasure, TokenizationChanged
 
 __all__ = [

@@ -24,13 +24,13 @@ import tokenizers
 from tokentape._batches import batched
 from tokentape._durable import write_durably
 from tokentape.audit import _model_files as model_files
-from tokentape.audit._skew.backends import with_text_arguments
 from tokentape.audit._skew.parts import Merge, merges_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certificate_cache import certifier_digest, load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
+from tokentape.engines._tokenizing import with_text_arguments
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Message, Tool
 

@@ -17,11 +17,12 @@ from typing import Any, Literal
 from jinja2 import nodes
 
 from tokentape.audit._model_files import unlike
-from tokentape.audit._skew.backends import Backend, SkewChat, with_text_arguments
+from tokentape.audit._skew.backends import Backend, SkewChat
 from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.chat._template import ChatTemplate, parse_template
+from tokentape.engines._tokenizing import with_text_arguments
 from tokentape.types import Message, Tool
 
 FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
@@ -49,12 +50,16 @@ def texts() -> dict[str, tuple[str, ...]]:
 
 
 def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield texts with each control token: alone, between letters, and with whitespace around it."""
+    """Yield texts with each control token: alone, between letters, with whitespace around it, and before a mark.
+
+    A normalizer may join the mark, U+0338, to the token's last character, which only a `normalized` token reacts to.
+    """
     for token in tokens:
         yield token
         yield f"a{token}b"
         yield f"a {token} b"
         yield f"a\n{token}\n\nb"
+        yield f"{token}\u0338"
 
 
 def by_text(groups: Mapping[str, Iterable[str]]) -> dict[str, str]:

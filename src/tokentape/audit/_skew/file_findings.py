@@ -24,6 +24,7 @@ _ROWS_FIX = "Use the weights' own config.json. If the embedding was resized, eve
 _SURPLUS_FIX = "Never sample them: mask their logits, and check sampled ids."
 _ABILITY: Mapping[str, Ability] = {"post_processor": "special"}
 _SIDES = "AB"
+_FILE = "tokenizer.json"
 _END = " eos_token_id"
 
 
@@ -56,9 +57,11 @@ def file_findings(
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no tried input shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
+    # A text that the sides decode differently shows a table, but not which one.
+    unseen = "" if any(finding.probe == "decode" for finding in earlier) else "; no tried input shows it"
     for name in causes.tables:
         if (cause := table_words(name, a.facts, b.facts)) not in known_causes:
-            new.append(Skew(TABLES[name], "facts", f"{cause}; no tried input shows it", _TRAINED, 1))
+            new.append(Skew(TABLES[name], "facts", f"{cause}{unseen}", _TRAINED, 1))
     if templates and not any(finding.probe == "render" and finding.severity == "skew" for finding in earlier):
         new += _templates(a.facts, b.facts)
     return new
@@ -259,13 +262,15 @@ def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         lengths = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
         cause = f"{MAX_LENGTH} is {lengths}: transformers cuts texts there if truncation is enabled"
         yield Skew("truncation", "facts", cause, _TRAINED, 1, severity="caution")
-    if a.spec is None or b.spec is None or not a.kind == b.kind == "tokenizer.json":
-        return
+    files = {letter: side.spec or {} for letter, side in zip(_SIDES, (a, b), strict=True) if side.kind == _FILE}
     for name in ("truncation", "padding"):
-        parts = [spec.get(name) or None for spec in (a.spec, b.spec)]
-        if parts[0] != parts[1]:
-            a_part, b_part = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
-            cause = (
-                f"{name} in tokenizer.json is {a_part} in A and {b_part} in B: `tokenizers` applies it to every text"
-            )
-            yield Skew("truncation", "facts", cause, f"Remove `{name}` from tokenizer.json on both sides.", 1)
+        parts = [spec.get(name) or None for spec in files.values()]
+        if not any(parts) or (len(parts) == 2 and parts[0] == parts[1]):
+            continue
+        texts = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
+        shown = " and ".join(f"{text} in {letter}" for letter, text in zip(files, texts, strict=True))
+        severity: Severity = "skew" if len(parts) == 2 else "caution"
+        cause = f"{name} in {_FILE} is {shown}: `tokenizers` applies it to every text"
+        if severity == "caution":
+            cause += ", transformers and servers don't"
+        yield Skew("truncation", "facts", cause, f"Remove `{name}` from {_FILE}.", 1, severity=severity)

@@ -175,6 +175,7 @@ def with_only(name: str, part: Any) -> tokenizers.Tokenizer:
 
 TABLES: Mapping[str, Kind] = {
     "normalizer": "normalizer",
+    "denormalizer": "decoder",
     "settings": "model settings",
     "pieces": "vocabulary",
     "control tokens": "added token",

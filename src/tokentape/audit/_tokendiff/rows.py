@@ -21,6 +21,7 @@ from tokentape.audit._tokendiff.comparing import Comparison, Difference, compare
 from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
+from tokentape.types import Provenance
 
 _Values: TypeAlias = npt.NDArray[Any]
 
@@ -36,11 +37,14 @@ class ValueChange:
     """How the mask or the logprobs differ over the tokens that both sides have."""
 
     tokens: int
+    """The number of tokens that were compared."""
     differing: int
     first: int
     """Position on the recorded side of the first token that differs; -1 if none does."""
     largest: float
-    """Largest absolute difference; NaN is ignored."""
+    """Largest absolute difference of tokens that differ; NaN is ignored."""
+    unknown: int = 0
+    """The number of tokens that were not compared, because both sides have NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,20 @@ def compare_rows(
         ours = np.flatnonzero(pairs >= 0)
         theirs = pairs[ours]
         mask = _changed(expected_row.mask, recorded_row.mask, ours, theirs, 0)
-        trained = np.ones(len(ours), np.bool_)
-        trained &= True if expected_row.mask is None else expected_row.mask[ours]
-        trained &= True if recorded_row.mask is None else recorded_row.mask[theirs]
+        trained = _trained(expected_row)[ours] & _trained(recorded_row)[theirs]
         for row, other in ((expected_row, recorded_row), (recorded_row, expected_row)):
             # Reading does not refuse them, because other commands don't use logprobs.
             if row.unread_logprobs and (other.unread_logprobs or other.logprobs is not None):
                 raise InvalidRequest(row.unread_logprobs)
         logprobs = _changed(expected_row.logprobs, recorded_row.logprobs, ours[trained], theirs[trained], max_delta)
         yield RowComparison(expected_row.name, recorded_row.line, comparison, None, mask, logprobs)
+
+
+def _trained(row: IdRow) -> npt.NDArray[np.bool_]:
+    """Return the row's mask. Without a mask, return True for every token that is not in a column of prompts."""
+    if row.mask is not None:
+        return row.mask
+    return np.ones(len(row.ids), np.bool_) if row.provenance is None else row.provenance == Provenance.SAMPLED
 
 
 def _changed(
@@ -112,11 +121,13 @@ def _changed(
     if expected is None or recorded is None:
         return None
     left, right = expected[ours].astype(np.float64), recorded[theirs].astype(np.float64)
-    apart = np.abs(left - right)
-    # NaN on both sides counts as equal, NaN on one side as different.
-    differ = ~(apart <= most) & ~(np.isnan(left) & np.isnan(right))
+    unknown = np.isnan(left) & np.isnan(right)
+    apart = np.zeros(len(left))
+    np.subtract(left, right, out=apart, where=left != right)  # equal infinities are not apart
+    differ = ~(np.abs(apart) <= most) & ~unknown
     first = int(theirs[differ][0]) if differ.any() else -1
-    return ValueChange(len(left), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
+    largest = float(np.nanmax(np.abs(apart[differ]), initial=0.0))
+    return ValueChange(int((~unknown).sum()), int(differ.sum()), first, largest, int(unknown.sum()))
 
 
 def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tuple[IdRow | None, IdRow | None]]:
@@ -213,9 +224,10 @@ def printed(
     if file_format not in ("text", "json"):
         yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows), fail_on)
         return
-    total, differing, compared = 0, [], dict.fromkeys(_VALUES, 0)
+    total, unknown, differing, compared = 0, 0, [], dict.fromkeys(_VALUES, 0)
     for row in rows:
         total += 1
+        unknown += row.logprobs.unknown if row.logprobs else 0
         compared = {name: many + (getattr(row, name) is not None) for name, many in compared.items()}
         if row.same:
             continue
@@ -226,12 +238,15 @@ def printed(
                 yield from (f"  {line}" for line in comparison_lines(row.comparison, most))
     if file_format == "json":
         report = {"rows": total, "differing": len(differing), "rows_compared": compared, "comparisons": differing}
+        report["tokens_without_logprobs"] = unknown
         yield json_text(report)
         return
     yield f"{len(differing)} of {total} rows differ"
     for name, many in compared.items():
         if many < total:
             yield f"not compared: {name} of {total - many} rows, because one side lacks them"
+    if unknown:
+        yield f"not compared: logprobs of {unknown} tokens, because they are NaN on both sides"
 
 
 def _ci_case(row: RowComparison) -> CiCase:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -139,19 +138,6 @@ class Backend:
 
     def close(self) -> None:
         """Release resources."""
-
-
-def with_text_arguments(message: Message) -> Message:
-    """Return the message with its call arguments as JSON text."""
-
-    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        function = call.get("function")
-        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
-            return call
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": list(map(written, calls))} if calls else message
 
 
 @dataclass(frozen=True, slots=True)

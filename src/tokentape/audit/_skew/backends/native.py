@@ -16,6 +16,7 @@ from tokentape.audit._skew.backends.spec import TemplateBackend, find_template, 
 from tokentape.audit._skew.parts import SPLITS, byte_level
 from tokentape.chat._byte_level import byte_piece
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
+from tokentape.engines._tokenizing import with_text_arguments
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable, UnsupportedParameter
 
 _O200K_RANKS = 190_000
@@ -51,7 +52,7 @@ class MistralBackend(backends.Backend):
             files={file.name: hash_file(file)},
             added=added,
             vocab_size=self._tokenizer.n_words,
-            tables=_tekken_tables(file) if file.suffix == ".json" else model_tables(file.read_bytes()),
+            tables=_tekken_tables(file, added) if file.suffix == ".json" else model_tables(file.read_bytes()),
             notes=("mistral-common reads control tokens in text as text",),
         )
 
@@ -70,7 +71,7 @@ class MistralBackend(backends.Backend):
         if not conversation.generate:
             raise UnsupportedParameter("mistral-common can't leave out the generation prompt", "add_generation_prompt")
         stripped = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
-        messages = [backends.with_text_arguments(message) for message in stripped]
+        messages = [with_text_arguments(message) for message in stripped]
         try:
             request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
             return backends.Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
@@ -84,11 +85,20 @@ class MistralBackend(backends.Backend):
         return str(self._tokenizer.id_to_piece(token_id)) if 0 <= token_id < self._tokenizer.n_words else None
 
 
-def _tekken_tables(file: Path) -> dict[str, dict[str, Any]]:
+def _tekken_tables(file: Path, added: Mapping[str, backends.BackendToken]) -> dict[str, dict[str, Any]]:
+    """Return what the library uses: not the `token_str` of pieces, and its own control tokens if the file has none."""
     doc = read_json(file)
-    pieces = {str(entry.get("token_str") or entry["token_bytes"]): entry["rank"] for entry in doc["vocab"]}
-    controls = {entry["token_str"]: entry["rank"] for entry in doc.get("special_tokens") or ()}
+    pieces = {_piece(entry["token_bytes"]): entry["rank"] for entry in doc["vocab"]}
+    controls = {content: token.id for content, token in added.items()}
     return {"pieces": pieces, "control tokens": controls, "settings": dict(doc["config"])}
+
+
+def _piece(encoded: str) -> str:
+    """Return the text of bytes in base64, or `encoded` if they are not UTF-8."""
+    try:
+        return base64.b64decode(encoded).decode()
+    except UnicodeDecodeError:
+        return encoded
 
 
 class TiktokenBackend(TemplateBackend):
@@ -208,7 +218,12 @@ _IDS, _PIECES = ([f"{which}_{what}" for which in ("unk", "bos", "eos", "pad")] f
 _SETTINGS = ("model_type", "treat_whitespace_as_suffix", "byte_fallback", *_IDS, "unk_surface", *_PIECES)
 _NORMALIZER = ("precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces", "escape_whitespaces")
 """The fields of SentencePiece's TrainerSpec and NormalizerSpec that change ids or text."""
-_FIELDS = {"pieces": "pieces", "settings": "trainer_spec", "normalizer": "normalizer_spec"}
+_FIELDS = {
+    "pieces": "pieces",
+    "settings": "trainer_spec",
+    "normalizer": "normalizer_spec",
+    "denormalizer": "denormalizer_spec",
+}
 """Fields of SentencePiece's ModelProto by the names of tables."""
 _TYPES = ("", "normal", "unknown", "control", "user-defined", "unused", "byte")
 _LONGEST = 40
@@ -269,12 +284,16 @@ class SentencePieceBackend(backends.Backend):
 
 
 def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
-    """Return pieces, settings and normalizer of a SentencePiece model. Raises `TokenizerUnusable` if it is corrupt."""
+    """Return the tables of a SentencePiece model. Raises `TokenizerUnusable` if it is corrupt."""
     model = _parsed(data)
     return {
         "normalizer": {name: _short(getattr(model.normalizer_spec, name)) for name in _NORMALIZER},
+        "denormalizer": {_NORMALIZER[0]: _short(model.denormalizer_spec.precompiled_charsmap)},
         "settings": {name: _short(getattr(model.trainer_spec, name)) for name in _SETTINGS},
-        "pieces": {piece.piece: (n, round(piece.score, 6), _TYPES[piece.type]) for n, piece in enumerate(model.pieces)},
+        # Nine digits tell all float32 scores apart.
+        "pieces": {
+            piece.piece: (n, float(f"{piece.score:.9g}"), _TYPES[piece.type]) for n, piece in enumerate(model.pieces)
+        },
     }
 
 

@@ -14,7 +14,6 @@ from tokentape.audit._skew import backends
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import Card, served_cards
 from tokentape.engines._tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
-from tokentape.types import Message
 
 _AT_ONCE = 16
 KINDS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "gateway": "gateway"}
@@ -108,8 +107,8 @@ class ServerBackend(backends.Backend):
 
     def echo(self, conversation: backends.SkewChat) -> list[int] | None:
         """See `Backend`."""
-        messages = [_wire(message) for message in conversation.messages]
-        return self._loop.run(server_prompt_ids(self._http, self._model, messages, conversation.tools, self._kwargs))
+        chat = conversation.messages, conversation.tools
+        return self._loop.run(server_prompt_ids(self._http, self._model, *chat, self._kwargs))
 
     def token(self, token_id: int) -> str | None:
         return self.decode([[token_id]])[0] if "decode" in self.facts.abilities else None
@@ -122,9 +121,9 @@ class ServerBackend(backends.Backend):
         return server_text_ids(self._kind, self._http, self._model, text, special=special, controls=True)
 
     def _chat_ids(self, conversation: backends.SkewChat) -> list[int] | None:
-        messages = [_wire(message) for message in conversation.messages]
+        chat = conversation.messages, conversation.tools
         how: dict[str, Any] = {"generate": conversation.generate, "template_kwargs": self._kwargs}
-        request = server_chat_ids(self._kind, self._http, self._model, messages, conversation.tools, **how)
+        request = server_chat_ids(self._kind, self._http, self._model, *chat, **how)
         try:
             return self._loop.run(request)
         except errors.EngineError as error:
@@ -213,9 +212,3 @@ async def _server_info(kind: str, http: HttpClient) -> _ServerDescription | None
         if info.version or kind == "llamacpp":
             return info
     return None
-
-
-def _wire(message: Message) -> dict[str, Any]:
-    """Return a message as it is sent: arguments as JSON text, reasoning under both names that servers read."""
-    fields = dict(backends.with_text_arguments(message))
-    return {**fields, "reasoning": fields["reasoning_content"]} if "reasoning_content" in fields else fields
