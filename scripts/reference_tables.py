@@ -172,7 +172,8 @@ def setting_lines() -> Iterator[str]:
     """Yield the lines of the page of settings."""
     yield from _head("Settings")
     yield "The settings of `tokentape serve`, `doctor` and `config show`. A flag overrides the environment variable,"
-    yield "and the variable overrides `tokentape.toml`. In this file, `engine.kind` is `kind` in the section `[engine]`."
+    yield "and the variable overrides `tokentape.toml`. In this file, `engine.kind` is `kind` in the section"
+    yield "`[engine]`."
     yield ""
     described = {f"limits.{name}": text for name, text in _described(Limits).items()}
     described |= {f"engine.timeouts.{name}": f"In seconds. {text}" for name, text in _described(Timeouts).items()}

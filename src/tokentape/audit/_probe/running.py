@@ -182,8 +182,8 @@ class ProbeFile:
             raise InvalidRequest(f"{path} is not a probe's result file: {error}; pass a different file") from None
         if differing := [key for key, value in expected.items() if head.get(key) != value]:
             raise InvalidRequest(
-                f"{path} has results of a different probe (other {', '.join(differing)}); pass a different file, or "
-                "move this file away"
+                f"{path} has results of a different probe (other {', '.join(differing)}); pass a different file, "
+                "or move this file away"
             )
         self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
         self._file.truncate(whole)
