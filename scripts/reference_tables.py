@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -16,7 +18,9 @@ from tokentape import errors
 from tokentape._session import verdict
 from tokentape._settings import env_name
 from tokentape.config import SECRETS, settings
+from tokentape.engines import Timeouts
 from tokentape.gateway._app import create_app
+from tokentape.gateway._limits import Limits
 from tokentape.gateway._openapi import ApiRoute
 from tokentape.gateway._telemetry import Metrics
 
@@ -152,18 +156,35 @@ def http() -> Iterator[str]:
     )
 
 
+def _described(cls: type) -> dict[str, str]:
+    """Return the docstrings of a class's fields."""
+    (body,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: text.value.value
+        for field, text in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
 def setting_lines() -> Iterator[str]:
     """Yield the lines of the page of settings."""
     yield from _head("Settings")
-    yield "Of `tokentape serve`, `doctor` and `config show`. A flag goes before the environment variable, that before"
-    yield "`tokentape.toml`, in which `engine.kind` is `kind` in the section `[engine]`."
+    yield "The settings of `tokentape serve`, `doctor` and `config show`. A flag overrides the environment variable,"
+    yield "and the variable overrides `tokentape.toml`. In this file, `engine.kind` is `kind` in the section"
+    yield "`[engine]`."
     yield ""
+    described = {f"limits.{name}": text for name, text in _described(Limits).items()}
+    described |= {f"engine.timeouts.{name}": f"In seconds. {text}" for name, text in _described(Timeouts).items()}
     rows = []
     for one in settings().values():
         flag = "MODEL" if one.name == "model" else one.flag if one.option else ""
         said = one.help or (
             "API keys by name; see [keys](../how-to/run-in-production.md#keys)." if one.name in SECRETS else ""
         )
+        if not one.option and one.name in described:
+            said = f"{described[one.name]} {said}"
         rows.append((f"`{one.name}`", f"`{flag}`" if flag else "", f"`{env_name(one.name)}`", said))
     yield from _table(("setting", "flag", "variable", ""), rows)
 

@@ -91,6 +91,7 @@ class EngineConfig:
 
 
 _EMBEDDED_ONLY = {
+    "threads": ("--threads", "choose the threads at {server}"),
     "device": ("--device", "choose the device at {server}"),
     "dtype": ("--dtype", "set it at {server} (vllm serve and SGLang have their own --dtype)"),
     "logprobs_mode": ("--logprobs-mode", "set it at {server} (vllm serve has its own --logprobs-mode)"),

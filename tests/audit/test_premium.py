@@ -151,6 +151,7 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(model_dir: Path, c
     assert (done.exit_code, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "Cyrillic" in done.stdout
+    assert "charac " not in done.stdout  # a header may break between words only
     assert (tmp_path / "premium.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     rows = json.loads(command(model_dir, "--corpus", corpus, "--lines", 1, "--json").stdout)["languages"]
     assert {row["lines"] for row in rows} == {1}

@@ -51,6 +51,14 @@ def test_data_directory_is_shown_locally_until_an_interrupt(record: Record) -> N
         assert process.wait() == 0
 
 
+def test_port_in_use_is_reported_with_advice(record: Record, run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("view", record(HELLO), "--no-browser", "--port", port)
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"error: port {port} of 127.0.0.1 is taken")
+
+
 def test_file_is_shown_with_the_named_tokenizer(tmp_path: Path, model_dir: Path) -> None:
     path = tmp_path / "some.jsonl"
     write_jsonl(trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2))), path)

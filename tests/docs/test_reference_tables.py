@@ -19,6 +19,11 @@ def test_the_page_is_up_to_date(name: str) -> None:
     assert SCRIPT["page"](name) == (SCRIPT["FOLDER"] / f"{name}.md").read_text(encoding="utf-8")
 
 
+def test_every_setting_is_described() -> None:
+    rows = [line for line in SCRIPT["setting_lines"]() if line.startswith("| `")]
+    assert [row for row in rows if re.search(r"\|  ?(Default: [^|]*)?\|$", row)] == []
+
+
 def test_every_cause_of_a_fork_is_explained() -> None:
     """Those that the code names: in the explanation of `fork_cause`, and where prompts fork."""
     named = set(re.findall(r"`(\w+)`[:,]", tokentape._session.tree.Session.fork_cause.__doc__ or ""))

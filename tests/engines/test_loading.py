@@ -90,9 +90,10 @@ def test_an_unknown_dtype_is_refused(untrained_dir: Path) -> None:
         loading.load_model(untrained_dir, dtype="float8", device="cpu")
 
 
-def test_a_device_that_is_not_there_is_refused(untrained_dir: Path) -> None:
-    with pytest.raises(EngineError, match=r"can't be moved to device 'cuda:77'.*try device 'cpu'"):
-        loading.load_model(untrained_dir, dtype="float32", device="cuda:77")
+@pytest.mark.parametrize("device", ["cuda:77", "meta", "privateuseone"])
+def test_a_device_that_can_not_compute_is_refused(untrained_dir: Path, device: str) -> None:
+    with pytest.raises(EngineError, match=rf"can't be moved to device '{device}'.*try device 'cpu'"):
+        loading.load_model(untrained_dir, dtype="float32", device=device)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

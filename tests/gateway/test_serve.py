@@ -56,7 +56,7 @@ def test_running_servers_do_not_share_a_port() -> None:
 
 
 def test_used_port_is_an_os_error() -> None:
-    with running(APP) as url, pytest.raises(OSError, match="in use"):
+    with running(APP) as url, pytest.raises(InvalidRequest, match="is taken"):
         serve(APP, port=int(url.rsplit(":", 1)[1]))
 
 

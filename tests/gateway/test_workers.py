@@ -44,7 +44,7 @@ def test_port_used_by_workers_of_another_gateway_is_refused() -> None:
     url, sockets = bind_all("127.0.0.1", 0, 2, has_keys=False)
     for listening in sockets:
         listening.listen()
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(InvalidRequest, match="is taken"):
         bind_all("127.0.0.1", int(url.rpartition(":")[2]), 2, has_keys=False)
     for listener in sockets:
         listener.close()

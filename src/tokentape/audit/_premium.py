@@ -142,7 +142,7 @@ def premium_layout(premium: Premium) -> Report:
 
 
 def _table(rows: Sequence[PremiumRow], what: str) -> Table:
-    head = [what, "lines", "characters", "tokens", "tokens/character", "tokens/byte", "premium"]
+    head = [what, "lines", "characters", "tokens", "tokens per character", "tokens per byte", "premium"]
     body = []
     for row in rows:
         counts = [f"{many:,.0f}" for many in (row.lines, row.characters, row.tokens)]

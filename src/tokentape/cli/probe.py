@@ -87,7 +87,7 @@ def probe(
     summary = probing.summarise(results)
     value = {**header, **json_value(summary)} if as_json else None
     print_report(probing.probe_layout(header, results, renderer.tokenizer), html, value)
-    end(bool(summary.normalised.changed), summary.normalised.total, "sentence that came back")
+    end(bool(summary.normalized.changed), summary.normalized.total, "sentence that came back")
 
 
 async def _run(

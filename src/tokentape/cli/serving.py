@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -30,7 +29,7 @@ from tokentape._opening import (
 )
 from tokentape.chat._renderer import Renderer
 from tokentape.config import ServeConfig
-from tokentape.errors import InvalidRequest, StoreError, TokentapeError
+from tokentape.errors import StoreError, TokentapeError
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._logs import logging_to
 from tokentape.gateway._serve import bind
@@ -53,7 +52,6 @@ def serve_alone(config: ServeConfig) -> None:
         renderer = _renderer(config)
         with (
             _removed_if_unused(config),
-            _port_taken(config),
             open_record(config.location, synchronous=synchronous(config)) as store,
         ):
             asyncio.run(bind_record(config, renderer, store))
@@ -64,8 +62,7 @@ def serve_alone(config: ServeConfig) -> None:
 
 def _renderer(config: ServeConfig) -> Renderer:
     """Check the port, the folder and the engine, then load the renderer, which takes up to a minute."""
-    with _port_taken(config):
-        bind(config.host, config.port, has_keys=bool(config.all_keys())).close()
+    bind(config.host, config.port, has_keys=bool(config.all_keys())).close()
     model_folder(config)
     asyncio.run(wait_for_engine(config.engine, once=True))
     return open_renderer(config)
@@ -88,8 +85,7 @@ def serve_with_workers(config: ServeConfig) -> None:
             inherited.append(lock.fileno())
         with _store(config) as store:
             asyncio.run(bind_record(config, renderer, store))
-        with _port_taken(config):
-            url, listeners = bind_all(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
+        url, listeners = bind_all(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
         for listener in listeners:
             stack.callback(listener.close)
         asyncio.run(wait_for_engine(config.engine))
@@ -204,18 +200,3 @@ def _announce(config: ServeConfig, base_url: str) -> None:
     )
     if differs := other_sampling(config):
         _log.info("%s", differs)
-
-
-@contextmanager
-def _port_taken(config: ServeConfig) -> Iterator[None]:
-    """Raise `InvalidRequest`, with advice, if the port is taken."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise InvalidRequest(
-            f"port {config.port} of {config.host} is taken, perhaps by another gateway; stop it, or choose a different "
-            "--port (0 chooses a free one)",
-            "port",
-        ) from None

@@ -56,10 +56,12 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
         if shows_progress:
             hf_logging.enable_progress_bar()
     try:
-        return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        model.to(device)
+        torch.zeros(1, device=device).item()  # fails on `meta`, which accepts a model but computes nothing
+    except (RuntimeError, AssertionError, ImportError) as error:  # without CUDA it is an AssertionError
         reason = str(error).partition("\n")[0]  # CUDA adds lines for its developers
         raise EngineError(f"the model can't be moved to device {device!r}: {reason}; try device 'cpu'") from error
+    return model.eval()
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Limits:
         3600.0, "Length of the window for the two limits per window.", "--limit-window-seconds", least=1
     )
     pause_patience: float = 600.0
-    """Maximum time in seconds that a call waits while sampling is paused."""
+    """Maximum time in seconds that a call waits while the gateway is paused for new weights."""
     resumes: int = option(
         32, "How many times an aborted completion is resumed before it is kept as it is.", "--max-resumes"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import signal
 import socket
@@ -42,7 +43,7 @@ def serve(
     `body_seconds` to arrive. `listener`, a bound socket, replaces `host` and `port`.
 
     Raises `InvalidRequest` for a host that other machines can reach, unless the application `has_keys`, because every
-    client of a gateway without keys can read and delete every session. Raises `OSError` if the port is in use.
+    client of a gateway without keys can read and delete every session, and for a port that is in use.
     """
     with listener or bind(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(url_of(listener))
@@ -190,9 +191,15 @@ def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socke
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((address, port))
         listener.setblocking(False)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise InvalidRequest(
+            f"port {port} of {host} is taken, perhaps by another gateway; stop it, or choose a different --port (0 "
+            "chooses a free one)",
+            "port",
+        ) from None
     return listener
 
 

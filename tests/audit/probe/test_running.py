@@ -178,7 +178,7 @@ def test_interrupted_probe_resumes(qwen: Renderer, tmp_path: Path) -> None:
         results = keeping.results
     assert json.loads(path.read_text().splitlines()[0]) == made
     assert sorted(result.trial.name for result in results) == sorted(planned_trial.name for planned_trial in planned)
-    with pytest.raises(InvalidRequest, match=r"results of a different probe \(temperature differ\)"):
+    with pytest.raises(InvalidRequest, match=r"results of a different probe \(other temperature\)"):
         ProbeFile(path, {**made, "temperature": 1.0})
 
 

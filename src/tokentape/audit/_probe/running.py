@@ -182,8 +182,8 @@ class ProbeFile:
             raise InvalidRequest(f"{path} is not a probe's result file: {error}; pass a different file") from None
         if differing := [key for key, value in expected.items() if head.get(key) != value]:
             raise InvalidRequest(
-                f"{path} has results of a different probe ({', '.join(differing)} differ); pass a different file, or "
-                "move this file away"
+                f"{path} has results of a different probe (other {', '.join(differing)}); pass a different file, "
+                "or move this file away"
             )
         self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
         self._file.truncate(whole)
@@ -218,10 +218,10 @@ class Summary:
     outcomes: Mapping[str, Rate]
     strict: Rate
     """Phantom edits with the same bytes, as a share of the trials that returned the sentence."""
-    normalised: Rate
+    normalized: Rate
     """Phantom edits with the same bytes apart from white space, as a share of the same trials."""
     classes: Mapping[str, Rate]
-    """The share of each artifact among the phantom edits of `normalised`."""
+    """The share of each artifact among the phantom edits of `normalized`."""
     noncanonical: Rate
     """Completions whose ids change if their text is encoded again."""
     banned: Mapping[str, Rate]
@@ -239,7 +239,7 @@ def summarise(results: Sequence[ProbeResult]) -> Summary:
         trials=len(results),
         outcomes={kind: _share(results, [result.outcome.kind == kind for result in results]) for kind in KINDS},
         strict=_share(back, [result.outcome.kind == "phantom" for result in back]),
-        normalised=_share(back, [result.outcome.kind in _EDITS for result in back]),
+        normalized=_share(back, [result.outcome.kind in _EDITS for result in back]),
         classes={name: rate for name, rate in classes.items() if rate.changed},
         noncanonical=_share(results, [not result.outcome.canonical for result in results]),
         banned={kind: rate for kind, rate in banned.items() if rate.changed},
@@ -266,7 +266,7 @@ def probe_layout(head: Header, results: Sequence[ProbeResult], tokenizer: Tokeni
         _bars(summary.outcomes),
         Details("What they mean", [Facts({str(kind): meaning for kind, meaning in KINDS.items()})]),
         Heading("Phantom edits, of the sentences that came back"),
-        _bars({"byte-strict": summary.strict, "white space normalised": summary.normalised}),
+        _bars({"byte-strict": summary.strict, "whitespace-normalized": summary.normalized}),
     ]
     if summary.classes:
         rows = [[name, ARTIFACTS[name].phantom or "", ARTIFACTS[name].meaning] for name in summary.classes]

@@ -40,7 +40,7 @@ KINDS: dict[OutcomeKind, str] = {
     "replaced": "a different word is in its place",
     "unchanged": "the same word with the same ids",
     "phantom": "the same bytes with different ids: a phantom edit, byte-strict",
-    "spacing": "the same word, different ids and whitespace: a phantom edit only if whitespace is normalised",
+    "spacing": "the same word, different ids and whitespace: a phantom edit only if whitespace is normalized",
     "other": "the sentence did not come back: refused, cut off, or other words changed too",
 }
 
