@@ -188,10 +188,9 @@ def differing_tables(a: BackendFacts, b: BackendFacts) -> list[str]:
 
 
 def table_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
-    changed = unlike(a.tables[name], b.tables[name])
-    entry, pair = next(iter(changed.items()))
-    a_value, b_value = ("absent" if value is None else value for value in pair)
-    return f"{name} of the model file: {len(changed)} differ, such as {entry!r}: {a_value} in A and {b_value} in B"
+    (entry, pair), *others = unlike(a.tables[name], b.tables[name]).items()
+    values = " in A and ".join("absent" if value is None else str(value) for value in pair)
+    return f"{name} of the model file: {1 + len(others)} differ, such as {entry!r}: {values} in B"
 
 
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
