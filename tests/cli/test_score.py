@@ -17,6 +17,7 @@ from tests.cli.conftest import Run
 from tests.test_client import talk
 from tests.vocabularies import changed_source, swap_words
 from tokentape.chat._renderer import Renderer
+from tokentape.demo.run import run_demo
 from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel, write_served_model
 
@@ -104,6 +105,13 @@ def with_tokenizer(model_dir: Path, folder: Path, change: Callable[[dict[str, An
     shutil.copytree(model_dir, folder)
     (folder / "tokenizer.json").write_bytes(changed_source(model_dir, change))
     return folder
+
+
+def test_record_sampled_in_bfloat16_is_judged_by_that_precision(run: Run, tmp_path: Path) -> None:
+    run_demo(tmp_path / "data", 1, 0, dtype="bfloat16")
+    done = run("score", tmp_path / "data")
+    assert (done.exit_code, "precision: bfloat16" in done.stderr) == (0, True), done.output
+    assert run("score", tmp_path / "data", "--again", "--precision", "float32").exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ from tokentape.cli.source import RecordSource, open_tokenizer
 from tokentape.client import Client
 from tokentape.errors import InvalidRequest
 from tokentape.store._location import open_existing
-from tokentape.store._served_model import described, stored_vocabulary
+from tokentape.store._served_model import described, engines_of, stored_vocabulary
+
+_HALF = {"bfloat16", "float16"}
 
 
 def score(
@@ -65,7 +67,8 @@ def score(
         Literal["float32", "bfloat16"] | None,
         option(
             "Precision to judge differences by: the lower one of this engine and the engine that sampled. Default: "
-            "float32 with transformers in float32, otherwise bfloat16."
+            "bfloat16 with a server, or if the embedded engine sampled or scores in bfloat16 or float16; otherwise "
+            "float32. Of a gateway's record, only this engine is known."
         ),
     ] = None,
     again: Annotated[bool, flag("Also score turns that already have the column.", "--again")] = False,
@@ -95,6 +98,7 @@ def score(
     options: dict[str, Any] = {
         "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
         "precision": judged,
+        "may_lower": precision is None,
         "again": again,
         # One at a time, so that branches of a session share their common prefix.
         "concurrency": 1 if embedded else concurrency,
@@ -113,6 +117,7 @@ def score(
             # Fail at once if there is no gateway.
             next(client.sessions(), None)
         with Client(location, api_key=gateway_key) as client:
+            del options["may_lower"]
             report = client.score(engine, engine_url, model=model, **options)
     else:
         report = _of_store(location, engine, engine_url, model, **options)
@@ -129,7 +134,7 @@ def score(
 
 
 def _of_store(
-    location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **options: Any
+    location: str, engine: str, url: str | None, model: Path | None, *, again: bool, may_lower: bool, **options: Any
 ) -> ScoreReport:
     with open_existing(location) as store:
         source = RecordSource(location, store)
@@ -137,12 +142,16 @@ def _of_store(
         folder, tokenizer = open_tokenizer(model, source, option="--model")
         with store.reading() as connection:
             vocabulary = stored_vocabulary(connection)
+            engines = engines_of(connection)
         # Ids are scored, not text, so other merges, or the same file written again by a trainer, change nothing.
         same = served is None or served.tokenizer_sha256 == tokenizer.sha256
         if not (same if vocabulary is None else vocabulary == described(tokenizer)):
             reason = f"the tokenizer in {folder} has another vocabulary than {source.name} was recorded with"
             raise InvalidRequest(f"{reason}; pass the folder of the recorded model with --model", "model")
         typer.echo(f"model: {folder}", err=True)
+        if may_lower and options["precision"] == "float32" and any(_HALF & {*name.split()} for name in engines):
+            options["precision"] = "bfloat16"
+            typer.echo("precision: bfloat16, because turns were sampled in bfloat16 or float16", err=True)
         sessions = recorded_sessions(store, options["column"], again=again)
         with working("scoring"):
             return asyncio.run(

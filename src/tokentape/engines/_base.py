@@ -162,7 +162,8 @@ class EngineInfo:
     sampling: frozenset[str]
     """Names of the `SamplingParams` fields that the engine honors; others must keep their default."""
     capabilities: tuple[str, ...] = ()
-    """Further facts for the record, such as the server route used, weight versions or routed experts."""
+    """Further facts for the record, such as the server route used, weight versions, routed experts, or
+    the dtype of a local model that is not in float32."""
     media: frozenset[str] = frozenset()
     """The media types that prompts may contain: `image` or none. If it is not empty, the engine is a `MediaEngine`."""
     prompt_penalties: frozenset[str] = frozenset()

@@ -177,6 +177,7 @@ class TransformersEngine:
             | {"supports"}
             | ({"payloads_from"} if expert_layers(model) else set())
             | ({"adapter"} if adapters else set()),
+            capabilities=() if dtype == "float32" else (dtype,),
             prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None else frozenset(),
         )

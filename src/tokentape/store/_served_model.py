@@ -102,6 +102,11 @@ def stored_vocabulary(connection: Connection) -> str | None:
     return found
 
 
+def engines_of(connection: Connection) -> set[str]:
+    """Return the engines that sampled the record's turns, as in `Turn.engine`."""
+    return set(connection.execute(select(schema.turns.c.engine).distinct()).scalars())
+
+
 def described(tokenizer: Tokenizer) -> str:
     """Return the size and digest of a tokenizer's vocabulary, as `stored_vocabulary` does."""
     return f"{tokenizer.vocab_size} ids, digest {tokenizer.vocabulary_sha256[:16]}"
