@@ -601,7 +601,8 @@ LAST_ENDS_OTHERWISE = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m
 
 def test_end_of_the_last_turn_does_not_close_content() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_ENDS_OTHERWISE))
-    assert bridged(renderer, "h") == ("<|im_start|>user: next<|im_start|>assistant: ", "")
+    # A model ends its turns with the next header, so that token closes a truncated turn.
+    assert bridged(renderer, "h") == ("<|im_start|>user: next<|im_start|>assistant: ", "<|im_start|>")
 
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
