@@ -185,6 +185,18 @@ def test_marked_block_may_set_a_variable_of_the_same_name_as_outside() -> None:
     assert sft(renderer, CONVERSATIONS["two turns"]).loss_mask.astype(int).tolist() == list(expected["assistant_masks"])
 
 
+def test_block_within_a_block_is_trained_as_by_transformers() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% generation %}!{% endgeneration %}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    expected = by_transformers(renderer, CONVERSATIONS["two turns"])
+    assert sft(renderer, CONVERSATIONS["two turns"]).loss_mask.astype(int).tolist() == list(expected["assistant_masks"])
+
+
 def test_marks_in_the_tool_use_template_are_used_with_tools() -> None:
     source = load_renderer(MARKED[0]).template.source
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(_unmarked(source), source))

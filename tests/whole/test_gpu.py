@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ Score: TypeAlias = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, DemoReport]]:
+def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, DemoReport]:
     """Record 16 sessions of the demo on the GPU, all at once."""
     directory = tmp_path_factory.mktemp("demo") / "run"
     return request.param, run_demo(directory, 16, 0, device="cuda", dtype=request.param)

@@ -37,17 +37,19 @@ def _marked(tag: re.Match[str]) -> str:
 
 
 def cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return a rendering without its marks, and the range of characters in each block."""
+    """Return a rendering without its marks, and the range of characters in each block that is not in another one."""
     pieces: list[str] = []
     ranges: list[tuple[int, int]] = []
-    position, start = 0, None
+    position = start = depth = 0
     for piece in re.split(f"([{_OPEN}{_CLOSE}])", text):
         if piece == _OPEN:
-            start = position
-        elif piece == _CLOSE and start is not None:
-            ranges.append((start, position))
-            start = None
-        elif piece != _CLOSE:
+            start = start if depth else position
+            depth += 1
+        elif piece == _CLOSE:
+            depth -= 1
+            if not depth:
+                ranges.append((start, position))
+        else:
             pieces.append(piece)
             position += len(piece)
     return "".join(pieces), ranges

@@ -11,15 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessions
-from tokentape.cli.arguments import (
-    Adapter,
-    AsJson,
-    EngineKey,
-    existing_folder,
-    flag,
-    option,
-    record,
-)
+from tokentape.cli.arguments import Adapter, AsJson, EngineKey, existing_folder, flag, option, record
 from tokentape.cli.check_logprobs import cause_lines, numbers_line
 from tokentape.cli.extras import Device, ModelDtype, require
 from tokentape.cli.output import end, print_json, working
@@ -98,7 +90,6 @@ def score(
     options: dict[str, Any] = {
         "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
         "precision": judged,
-        "may_lower": precision is None,
         "again": again,
         # One at a time, so that branches of a session share their common prefix.
         "concurrency": 1 if embedded else concurrency,
@@ -117,10 +108,9 @@ def score(
             # Fail at once if there is no gateway.
             next(client.sessions(), None)
         with Client(location, api_key=gateway_key) as client:
-            del options["may_lower"]
             report = client.score(engine, engine_url, model=model, **options)
     else:
-        report = _of_store(location, engine, engine_url, model, **options)
+        report = _of_store(location, engine, engine_url, model, may_lower=precision is None, **options)
     if as_json:
         # Without a comparison the result is unknown.
         ok = not report.causes if report.numeric.tokens else None

@@ -35,7 +35,7 @@ def verify(
 
     Without a head, verify does not find some changes: deleted sessions, missing newest turns, changed turns with new
     digests, and valid changes to rewards, columns, events or metadata. A head is a file with digests of all of these.
-    Keep it where nobody who can write to the record can write. With a head, verify lists what was deleted, changed or
+    Keep it where those who write to the record can't change it. With a head, verify lists what was deleted, changed or
     moved since then, and what was inserted before entries that existed then. Entries that were appended later are only
     counted, because nothing shows who made them.
 

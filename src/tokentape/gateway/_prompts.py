@@ -270,7 +270,8 @@ class PromptBuilder:
                 if parent is not None and stops.isdisjoint(parent.completion_ids.tolist()):
                     # As in a bridge, what ends a truncated turn is its close.
                     end = next((n for n, id_ in enumerate(added.ids[length:].tolist(), 1) if id_ in stops), 0)
-                    provenance[:end] = Provenance.CLOSE
+                    if (provenance[:end] == Provenance.TEMPLATE).all():
+                        provenance[:end] = Provenance.CLOSE
                 return prompt(PromptTokens(added.ids[length:], provenance))
             return Prompt(setup, _from_root(point, request), added, added.ids, request.sampling, cause)
 
