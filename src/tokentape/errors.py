@@ -185,7 +185,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineAborted(EngineUnavailable):
-    """The engine aborted a call. `code` is the cause: `engine_abort`, or `paused` for new weights."""
+    """The engine aborted a call. `code` is `engine_abort`, or `paused` if sampling was paused for a weight update."""
 
     code = "engine_abort"
 

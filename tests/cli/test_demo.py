@@ -17,7 +17,7 @@ def test_json_has_the_run_and_its_findings(run: Run, tmp_path: Path) -> None:
     done = run("demo", "--out", tmp_path / "demo", "--sessions", 1, "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0
-    assert (report["exact"], report["findings"], report["turns_unlike_engine"]) == (True, 0, 0)
+    assert (report["exact"], report["findings"], report["turns_differing_from_engine"]) == (True, 0, 0)
     assert [group["sessions"] for group in report["groups"]] == [1]
     assert Path(report["trajectories_file"]).is_file()
 

@@ -11,7 +11,7 @@ from tests.records import make_turn
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
-from tokentape.demo.findings import call_digest, group_of, turns_unlike_engine
+from tokentape.demo.findings import call_digest, group_of, turns_differing_from_engine
 from tokentape.store import StoredSession
 from tokentape.types import Provenance, SessionInfo, Setup, Trajectory
 
@@ -85,18 +85,18 @@ def logged(trajectory: Trajectory, changed: str = "") -> str:
 
 def test_turn_in_the_engine_log_matches(trajectory: Trajectory) -> None:
     assert (trajectory.provenance == Provenance.SAMPLED).any()
-    assert turns_unlike_engine([trajectory], [logged(trajectory)]) == 0
+    assert turns_differing_from_engine([trajectory], [logged(trajectory)]) == 0
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "token_ids", "logprobs"])
 def test_changed_number_makes_a_turn_differ_from_the_engine(trajectory: Trajectory, field: str) -> None:
-    assert turns_unlike_engine([trajectory], [logged(trajectory, field)]) == 1
+    assert turns_differing_from_engine([trajectory], [logged(trajectory, field)]) == 1
 
 
 def test_logged_call_matches_a_single_turn(trajectory: Trajectory) -> None:
     other = replace(trajectory, session_id="t")
-    assert turns_unlike_engine([trajectory, other], [logged(trajectory)]) == 1
+    assert turns_differing_from_engine([trajectory, other], [logged(trajectory)]) == 1
 
 
 def test_turn_shared_by_two_branches_counts_once(trajectory: Trajectory) -> None:
-    assert turns_unlike_engine([trajectory, trajectory], [logged(trajectory)]) == 0
+    assert turns_differing_from_engine([trajectory, trajectory], [logged(trajectory)]) == 0

@@ -27,7 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoReport]:
 
 def test_record_equals_the_sampled_tokens(report: DemoReport) -> None:
     assert report.turns > 4
-    assert (report.turns_unlike_engine, report.findings) == (0, 0)
+    assert (report.turns_differing_from_engine, report.findings) == (0, 0)
     assert report.exact
 
 
@@ -95,4 +95,4 @@ def test_recorded_call_missing_from_the_engine_log_is_reported(tmp_path: Path, m
     (changed / "engine.json").write_text(json.dumps({**made, "calls": made["calls"][1:]}))
     monkeypatch.setattr(findings, "RECORDED", changed)
     report = replay(tmp_path / "run")
-    assert (report.turns_unlike_engine, report.exact) == (1, False)
+    assert (report.turns_differing_from_engine, report.exact) == (1, False)

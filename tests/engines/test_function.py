@@ -67,7 +67,7 @@ def test_completion_ends_by_its_ids_or_as_the_function_reports(returned: Any, re
     [
         (([3, 3], [-0.5, -0.5]), "without a stop id at the end"),
         (([3, 2], [-0.5]), "1 log-probabilities for 2 ids"),
-        (([11, 2], [-0.5, -0.5]), "the vocabulary is 0 to 9"),
+        (([11, 2], [-0.5, -0.5]), "the vocabulary has ids 0 to 9"),
         (([3, 2], [-0.5, float("nan")]), "no usable log-probability"),
         (([3, 2], [-0.5, 0.5]), "logits instead of log-probabilities"),
         (([3] * 5, [-1.0] * 5), "expected at most 4"),
@@ -76,7 +76,7 @@ def test_completion_ends_by_its_ids_or_as_the_function_reports(returned: Any, re
         (SampleDelta((3,), (-0.5,), "abort", weight_spans=(WeightSpan("1", 0, 2),)), "do not cover the 1 tokens"),
         (SampleDelta((3,), (-0.5,), "abort", supports=(KEPT, KEPT)), "2 supports for 1 ids"),
         (SampleDelta((4,), (-0.5,), "abort", supports=(KEPT,)), "id 4, which is not among the 2 ids"),
-        (SampleDelta((3,), (-0.5,), "abort", supports=(pack([3, 10], 64),)), "the vocabulary is 0 to 9"),
+        (SampleDelta((3,), (-0.5,), "abort", supports=(pack([3, 10], 64),)), "the vocabulary has ids 0 to 9"),
         (SampleDelta((3,), (-0.5,), "abort", supports=(b"kept",)), "a support that can't be read"),
     ],
 )

@@ -33,7 +33,7 @@ def test_tokens_are_passed_on_unchanged_and_counted() -> None:
     ("ids", "logprobs", "says"),
     [
         ([1], [], "0 log-probabilities for 1"),
-        ([10], [-1.0], "id 10; the vocabulary is 0 to 9"),
+        ([10], [-1.0], "id 10; the vocabulary has ids 0 to 9"),
         ([-1], [-1.0], "id -1"),
         ([1] * 5, [-1.0] * 5, "5 tokens; expected at most 4"),
         ([1], [None], "no usable"),

@@ -453,7 +453,7 @@ def test_no_mask_is_requested_if_the_server_would_refuse_the_call(server: FakeSe
     [
         ("mask", [[11, 4], [90, 7], [13]], "id 11, which is not among the 2 ids"),
         ("mask", [[4], [11, 4], [90, 11]], "is not among"),
-        ("mask", [[11, 4], [11, VOCAB_SIZE], [13]], "the vocabulary is"),
+        ("mask", [[11, 4], [11, VOCAB_SIZE], [13]], "the vocabulary has ids"),
         ("mask", [[11, 4], [11]], "2 sampling masks for 3 ids"),
         ("logprobs", [-0.25, -1.25], "2 log-probabilities for 3 ids"),
     ],
@@ -488,12 +488,12 @@ def _set(event: int, path: str, value: object) -> Callable[[Events], None]:
         (_set(-1, "meta_info.prompt_tokens", 2), "counts 2 prompt"),
         (_set(-1, "output_ids", [11, 12, 13]), "stream is inconsistent"),
         (_set(-1, "output_ids", [11]), "stream is inconsistent|fewer ids than"),
-        (_set(-1, "output_ids", None), "lacks output_ids"),
+        (_set(-1, "output_ids", None), "an event without output_ids"),
         (_set(-1, "meta_info.finish_reason", {"type": "tired"}), "tired"),
         (_set(-1, "meta_info.finish_reason", {"type": "stop", "matched": "NaN happened"}), "without a requested stop"),
         (_set(-1, "meta_info.weight_versions", [{"version": "v", "start": 0, "end": 2}]), "do not cover"),
         (_set(-1, "prompt_token_ids", [3, 4, 6]), "a different prompt"),
-        (lambda sent: sent.append(sent[-1]), "follows the last event"),
+        (lambda sent: sent.append(sent[-1]), "an event after the final one"),
         (_set(0, "meta_info.output_token_logprobs", [[None, 11, None]]), "no usable log-probability"),
         (_set(0, "meta_info.output_token_logprobs", [[7.5, 11, None]]), "logits"),
         (_set(0, "output_ids", ["11"]), "reply is not in"),
@@ -505,7 +505,7 @@ def test_inconsistent_reply_is_refused(server: FakeServer, change: Callable[[Eve
 
 
 def test_an_id_outside_the_callers_vocabulary_is_refused(server: FakeServer) -> None:
-    with pytest.raises(EngineContractError, match="sampled id 13; the vocabulary is 0 to 12"):
+    with pytest.raises(EngineContractError, match="sampled id 13; the vocabulary has ids 0 to 12"):
         sample(server, vocab_size=13)
 
 

@@ -273,7 +273,7 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     ),
     "a line break": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1\n"), "a token as text"),
     "a negative id": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:-1"), "a token as text"),
-    "out of vocabulary": (lambda e: renamed_id(e, VOCAB_SIZE), "sampled id 100; the vocabulary is 0 to 99"),
+    "out of vocabulary": (lambda e: renamed_id(e, VOCAB_SIZE), "sampled id 100; the vocabulary has ids 0 to 99"),
     "another prompt": (lambda e: first(e).update(prompt_token_ids=[3, 4, 6]), "prompt_token_ids differ"),
     "a longer prompt": (lambda e: first(e).update(prompt_token_ids=[1, 3, 4, 5]), "prompt_token_ids differ"),
     "prompt missing": (lambda e: first(e).update(prompt_token_ids=None), "no prompt_token_ids"),

@@ -257,7 +257,7 @@ def test_sampled_id_beyond_the_caller_s_vocabulary_is_refused(server: str, vocab
     free, _, _ = use(server, vocab_size, lambda engine: collect(engine, prompt, GREEDY, stream=True))
     beyond = int(free.max())
     assert beyond > prompt.max()
-    with pytest.raises(EngineContractError, match=f"sampled id {beyond}; the vocabulary is 0 to {beyond - 1}"):
+    with pytest.raises(EngineContractError, match=f"sampled id {beyond}; the vocabulary has ids 0 to {beyond - 1}"):
         use(server, beyond, lambda engine: collect(engine, prompt, GREEDY, stream=True))
 
 

@@ -218,7 +218,7 @@ def test_an_older_database_is_migrated_and_a_newer_one_refused(
     run(store.write(SessionInfo("s", 1.0), SETUP, *TURNS))
     with monkeypatch.context() as patched:
         with_migrations(patched, lambda connection: _add_note(connection))
-        with pytest.raises(StoreError, match="start `tokentape serve` with it once"):
+        with pytest.raises(StoreError, match="run `tokentape serve` on the database once"):
             PostgresStore.open(url, read_only=True)
         with PostgresStore.open(url) as migrated:
             assert bits(migrated.load_session("s").turns) == bits(TURNS)

@@ -55,7 +55,7 @@ def score(demo: tuple[str, DemoReport]) -> Score:
 def test_record_equals_what_the_gpu_sampled(demo: tuple[str, DemoReport]) -> None:
     _, report = demo
     assert report.turns > 50
-    assert (report.turns_unlike_engine, report.findings) == (0, 0)
+    assert (report.turns_differing_from_engine, report.findings) == (0, 0)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -211,7 +211,7 @@ def price(
 
 
 class TransformersModel:
-    """A `transformers` causal language model with a fixed context, which is computed once.
+    """A `transformers` causal language model with a fixed context. The forward pass over the context runs once.
 
     >>> model = TransformersModel.load("path/to/model", context_ids)            # doctest: +SKIP
     >>> bytes_logprob(model, b"hello", Spellings.of(tokenizer))                 # doctest: +SKIP

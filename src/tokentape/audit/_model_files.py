@@ -48,7 +48,7 @@ Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Values by file and key."""
 
 
-def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_entries(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return (value in `ours`, value in `theirs`) of each key that differs, sorted by key; None for a missing value."""
     pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -162,7 +162,9 @@ def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A
         }
         for side in (ours, theirs)
     )
-    differences = [words.format(name, *(_brief(name, value) for value in pair)) for name, pair in unlike(*flat).items()]
+    differences = [
+        words.format(name, *(_brief(name, value) for value in pair)) for name, pair in changed_entries(*flat).items()
+    ]
     more = len(differences) - _SHOWN
     return "; ".join([*differences[:_SHOWN], *([f"{more} more differ"] if more > 0 else [])])
 

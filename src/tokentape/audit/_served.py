@@ -172,7 +172,7 @@ async def _whole_vocabulary(
 
 
 async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
-    """Return the server's text of ids beyond the folder's last id. Any text shows that the server has more tokens."""
+    """Return the server's text of ids above the folder's vocabulary. Any text shows that it has more tokens."""
     if kind not in ("vllm", "sglang"):
         return None
     try:

@@ -114,7 +114,7 @@ def _wilson(share: float, total: float, quantile: float) -> tuple[float, float]:
 
 
 def _quantile(freedom: float) -> float:
-    """Return Student's 97.5 % quantile by its expansion around the normal quantile, accurate from 6 degrees on."""
+    """Return the 97.5 % quantile of Student's t, expanded around the normal one; accurate from 6 degrees of freedom."""
     z, n = _Z, max(freedom, 6.0)
     second = 5 * z**5 + 16 * z**3 + 3 * z
     third = 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z

@@ -72,7 +72,7 @@ class Escaper:
     """Escapes one tokenizer's control tokens in callers' strings, and unescapes renderings."""
 
     def __init__(self, tokenizer: Tokenizer, *, compared: Sequence[str] = ()) -> None:
-        """Create an escaper. Strings in `compared`, which the template compares with texts, stay comparable."""
+        """Create an escaper. Strings in `compared` get no placeholder, because the template compares them."""
         self._tokenizer = tokenizer
         contents = [control.content for control in tokenizer.controls]
         outer = sorted({content[0] for content in contents} | {content[-1] for content in contents})

@@ -97,7 +97,7 @@ class Continuations:
         return answer  # type: ignore[return-value]
 
     def _with(self, message: Message, **fields: str) -> Message:
-        """Return the message with changed fields, the same object each time, so that it is not rendered again."""
+        """Return a copy of the message with these fields changed. The copy is cached, to render it only once."""
         return self._once(("with", id(message), *fields.items()), message, lambda: {**message, **fields})
 
     def _marked(self, messages: tuple[Message, ...], *, generate: bool) -> str:

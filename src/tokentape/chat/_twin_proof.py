@@ -60,7 +60,7 @@ def prove_twin(tokenizer: Tokenizer) -> None:
 
 
 def _key(tokenizer: Tokenizer) -> str:
-    """Return a digest of the tokenizer file, control tokens, library version and source that a proof depends on."""
+    """Return a digest of what a proof depends on: tokenizer file, control tokens, library version, our source code."""
     parts = [tokenizer.sha256, [control.content for control in tokenizer.controls], tokenizers.__version__]
     parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (tokenizer_files, tokenizer_module)]
     parts.append(Path(__file__).read_text(encoding="utf-8"))

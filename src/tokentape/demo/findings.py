@@ -69,7 +69,7 @@ class DemoReport:
     tokens: int
     """All added and sampled tokens, each counted once."""
     trajectories: int
-    turns_unlike_engine: int
+    turns_differing_from_engine: int
     """Recorded turns that equal no call in the engine's log."""
     findings: int
     """Number of findings of `verify`."""
@@ -79,7 +79,7 @@ class DemoReport:
     @property
     def exact(self) -> bool:
         """Whether the record contains exactly what the engine sampled."""
-        return not self.turns_unlike_engine and not self.findings
+        return not self.turns_differing_from_engine and not self.findings
 
 
 def new_directory() -> Path:
@@ -122,7 +122,7 @@ def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: 
         turns=sum(len(session.turns) for session in sessions),
         tokens=sum(t.added_ids.size + t.completion_ids.size for session in sessions for t in session.turns),
         trajectories=len(trajectories),
-        turns_unlike_engine=turns_unlike_engine(trajectories, calls),
+        turns_differing_from_engine=turns_differing_from_engine(trajectories, calls),
         findings=len(verify(directory).findings),
         seconds=seconds,
     )
@@ -161,7 +161,7 @@ def _comes_back(renderer: Renderer, session: StoredSession, trajectory: Trajecto
         return False
 
 
-def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]) -> int:
+def turns_differing_from_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]) -> int:
     """Count the recorded turns that equal no call in the engine's log in prompt, sampled ids and logprobs.
 
     `calls` has the `call_digest` of each call. The prompt of a turn is its trajectory up to its first sampled token. So
@@ -239,7 +239,7 @@ def _blocks(report: DemoReport, example: Example | None) -> Iterator[Block]:
         yield Facts(list(zip(("sampled", "retokenized"), spelled, strict=True)))
     yield Heading("The record against the engine's own log of what it sampled")
     yield Paragraph(
-        f"  {report.turns_unlike_engine} of {report.turns} turns differ in prompt, sampled ids or logprobs; "
+        f"  {report.turns_differing_from_engine} of {report.turns} turns differ in prompt, sampled ids or logprobs; "
         f"verify: {report.findings} findings",
         "ok" if report.exact else "fail",
     )

@@ -48,7 +48,7 @@ class Adapters:
         try:
             from peft import LoraConfig, PeftModel
         except ImportError:
-            raise EngineError("adapters of the embedded engine need peft: pip install peft") from None
+            raise EngineError("LoRA adapters in the embedded engine need peft: pip install peft") from None
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             if not (folder / file).is_file():
                 raise EngineError(f"no {file} in {folder}; expected a folder that peft's save_pretrained wrote")
@@ -69,7 +69,9 @@ class Adapters:
                 *(missing for missing in report.missing_keys if f".{key}." in missing),
             ]
             if strange:
-                raise EngineError(f"{len(strange)} tensors don't fit the model, for example {strange[0]}")
+                raise EngineError(
+                    f"the adapter and the model differ in {len(strange)} tensors, for example {strange[0]}"
+                )
             refuse_unbatchable(self._model, dtype=self._dtype, adapters=(self.with_all, [key, BASE]))
         except Exception as error:  # peft raises many types
             self._drop({key})

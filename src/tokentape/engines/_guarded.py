@@ -199,7 +199,7 @@ class GuardedEngine:
             raise EngineUnavailable(_refusal(self._last_check))
 
     async def _serves_others(self, seconds: float) -> bool:
-        """Return whether the server lists different models than at its last check. Ask at most once per `seconds`."""
+        """Return whether the server's model list changed since the last check. Ask at most once per `seconds`."""
         now = asyncio.get_running_loop().time()
         if now - self._named_at < seconds:
             return False

@@ -218,9 +218,9 @@ class ReceivedTokens:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
-                f"the engine sampled id {outside}; the vocabulary is 0 to {self.vocab_size - 1}. Check that the model "
-                "folder belongs to this model. If it does, the model sampled a padding row of its embedding, which "
-                "it was not trained to avoid"
+                f"the engine sampled id {outside}; the vocabulary has ids 0 to {self.vocab_size - 1}. Check that the "
+                "model folder belongs to this model. If it does, the model sampled a padding row of its embedding, "
+                "which it was not trained to avoid"
             )
 
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:

@@ -63,7 +63,7 @@ class SglangReply(EngineReply):
             raise failure_error(body.error, self.path, data)
         if self._ended is not None or body.output_ids is None or body.meta_info is None:
             raise EngineContractError(
-                "the engine sent an event that lacks output_ids or meta_info, or follows the last event"
+                "the engine sent an event without output_ids or meta_info, or an event after the final one"
             )
         meta, ended = body.meta_info, body.meta_info.finish_reason
         self._check_prompt(body.prompt_token_ids)

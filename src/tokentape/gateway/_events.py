@@ -210,7 +210,7 @@ class InFlightCall:
             if not self._readers and not self._task.done():
                 self._leave()
         if self._task.cancelled():
-            raise EngineUnavailable("the gateway cancelled this call before it was finished; send it again")
+            raise EngineUnavailable("the gateway cancelled this call before it finished; send it again")
         self._task.result()
 
     def _leave(self) -> None:

@@ -81,7 +81,7 @@ class InFlightCounter:
 class CallsPerKey:
     """Counts, for each API key, the calls in flight, and the calls and tokens in the current window.
 
-    Windows begin at multiples of their length, in Unix time. Each process counts separately, from 0.
+    Windows begin at multiples of their length, in Unix time. Each process has its own counts, which start at 0.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -207,8 +207,8 @@ class PromptBuilder:
         _, nothing = self._renderer.parser(prompt.setup, (), prompt.ids).finish()
         if nothing.reasoning_open:
             raise UnsupportedParameter(
-                "the template begins replies with reasoning, and the schema would apply to it; switch reasoning off "
-                "(chat_template_kwargs), or define a function with the schema as its parameters",
+                "the template begins replies with reasoning, and the schema would apply to it; turn reasoning off "
+                "(chat_template_kwargs), or define a tool with the schema as its parameters",
                 "response_format",
             )
 
@@ -221,8 +221,8 @@ class PromptBuilder:
             tag = structural_tag(rule, form, renderer.tokenizer, setup.tools, prompt.sampling.stop_token_ids)
         if tag is None:
             raise UnsupportedParameter(
-                "the engine can't enforce tool calls in this chat template's format; omit strict and tool_choice, and "
-                "ask for the tool call in a message",
+                "the engine can't enforce tool calls in this chat template's format; omit `strict` and tool_choice, "
+                "and ask for the tool call in a message",
                 "tool_choice" if rule.required else "tools",
             )
         return structs.replace(prompt, sampling=replace(prompt.sampling, structural_tag=tag))

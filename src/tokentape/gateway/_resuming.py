@@ -41,8 +41,8 @@ _RETRY_SECONDS = 1.0
 def resume_obstacle(params: SamplingParams, engine: EngineInfo) -> str | None:
     """Return a parameter that would change the distribution of a resumed completion; None if no parameter would.
 
-    A schema or a structural tag would start over. A penalty counts completion tokens, but tokens sampled before an
-    abort are in the next call's prompt, so the engine must count prompt and completion tokens alike.
+    A schema or a structural tag would begin again from its start. Tokens sampled before an abort are in the prompt of
+    the next call, so a penalty is safe only if the engine counts prompt and completion tokens alike.
     """
     if params.json_schema is not None:
         return "json_schema"
@@ -181,7 +181,7 @@ class CompletionSampler:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             if choice.finish_reason is None:
-                raise EngineUnavailable("the engine stopped answering before it was finished; send it again")
+                raise EngineUnavailable("the engine stopped answering before it finished; send it again")
             if choice.finish_reason != "abort":
                 break
             aborts, cancelled, until = aborts + 1, False, now() + self.limits.pause_patience
@@ -229,7 +229,7 @@ class CompletionSampler:
             why = (resume_obstacle(choice.sampling, self.engine.info) or "") if may_resume else "resumes"
         if not choice.ids or self.on_abort == "resample":
             self._note(choice, "resampled", cause, why or "resumes")
-            raise EngineAborted("the engine aborted this call before it was finished; send it again", cause)
+            raise EngineAborted("the engine aborted this call before it finished; send it again", cause)
         if why:
             self._note(choice, "kept", cause, why)
             choice.finish_reason = "length"

@@ -143,7 +143,9 @@ def _drift_pieces(paths: Paths) -> Iterator[tuple[Path, int | None]]:
     for path in map(Path.resolve, _listed(paths)):
         files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
         if not files:
-            raise InvalidRequest(f"no Parquet files in {path}; pass files of ids, or folders of such files", "paths")
+            raise InvalidRequest(
+                f"no Parquet files in {path}; pass Parquet files with ids, or folders of them", "paths"
+            )
         for file in files:
             if file.suffix == ".parquet":
                 yield from ((file, number) for number in range(open_parquet(file).num_row_groups))

@@ -94,7 +94,7 @@ class Store:
             await self.transact(work, again, writes.claims(records) if self.shared else None)
 
     def served_model(self) -> ServedModel | None:
-        """Return the model with which the record was last served; None if it is not known."""
+        """Return the model that a gateway last served with this record; None if it is not known."""
         return None
 
     async def bind(self, tokenizer: Tokenizer, gateway_id: str | None = None) -> None:

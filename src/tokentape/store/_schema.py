@@ -285,8 +285,8 @@ def check(connection: Connection) -> None:
         raise StoreCorrupt("the database is empty; expected a Tokentape database")
     if version < current:
         raise StoreError(
-            f"the database has schema version {version}, but this Tokentape reads {current}; "
-            "start `tokentape serve` with it once to migrate it"
+            f"the database has schema version {version}, but this Tokentape needs {current}; "
+            "run `tokentape serve` on the database once to migrate it"
         )
 
 

@@ -195,7 +195,7 @@ class Snapshots:
             return read(connection, *arguments)
 
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
-        """Read a snapshot's trajectories. Return the digest of their lines and the manifest's fields."""
+        """Read a snapshot's trajectories. Return (digest of their lines, fields of the manifest)."""
         hasher, sessions = hashlib.sha256(), []
         columns, payloads, verdicts = set[str](), set[str](), Counter[str]()
         tokens = trained_tokens = 0

@@ -58,13 +58,13 @@ class GoldenTurn:
 
 @dataclass(frozen=True, slots=True)
 class GoldenSession:
-    """A session. `recorded_at` is the temperature of the recorded logprobs; None if it is the sampling temperature."""
+    """A recorded session. Without `logprob_temperature`, its logprobs are for the sampling temperature."""
 
     name: str
     group: str
     reward: float | None
     turns: tuple[GoldenTurn, ...]
-    recorded_at: float | None
+    logprob_temperature: float | None
 
     def tokens(self) -> list[Token]:
         """Return all tokens to train, each one once."""
@@ -105,19 +105,19 @@ class GoldenSession:
             added_ids=np.array(turn.added, np.int32),
             added_provenance=np.array(codes, np.uint8),
             completion_ids=np.array([token.id for token in turn.sampled], np.int32),
-            logprobs=np.array([token.logprob(self.recorded_at) for token in turn.sampled], np.float32),
+            logprobs=np.array([token.logprob(self.logprob_temperature) for token in turn.sampled], np.float32),
             finish_reason=turn.finish,
             stop=PAD if turn.finish == "stop" else None,
             fork="sibling" if sibling else None,
             sampling={"temperature": temperature},
-            engine=f"golden 1 {'processed' if self.recorded_at is None else 'raw'}_logprobs",
+            engine=f"golden 1 {'processed' if self.logprob_temperature is None else 'raw'}_logprobs",
             weight_version=versions[0],
             created_at=0.0,
             digest="",
             weight_changes=tuple((n, versions[n]) for n in range(1, len(versions)) if versions[n] != versions[n - 1]),
             abort_cause="engine_unavailable" if turn.finish == "abort" else None,
             sampled_from=TokenDistribution(False, temperature, False, False),
-            logprobs_of=TokenDistribution(False, self.recorded_at or temperature, False, False),
+            logprobs_of=TokenDistribution(False, self.logprob_temperature or temperature, False, False),
         )
 
 
@@ -148,7 +148,7 @@ def _session(
     ends: Mapping[int, FinishReason] | None = None,
     new_weights: tuple[int, int] = (99, 0),
     temperature: float = 1.0,
-    recorded_at: float | None = None,
+    logprob_temperature: float | None = None,
 ) -> GoldenSession:
     """Make a session with one turn per parent. The weight version is 7 before turn and offset `new_weights`, then 8."""
     turns: list[GoldenTurn] = []
@@ -163,11 +163,11 @@ def _session(
         close = [] if parent is None or turns[parent].finish == "stop" else [PAD]
         added = [50, 10, 51 + group, 12] if parent is None else [*close, 55, 10 + seq, 56]
         turns.append(GoldenTurn(parent, tuple(added), tuple(sampled), finish))
-    return GoldenSession(name, f"g{group}", reward, tuple(turns), recorded_at)
+    return GoldenSession(name, f"g{group}", reward, tuple(turns), logprob_temperature)
 
 
 def _with_short_session(name: str, parents: Sequence[int | None] = (None, 0, 1), **changed: Any) -> Golden:
-    both = {key: value for key, value in changed.items() if key in ("temperature", "recorded_at")}
+    both = {key: value for key, value in changed.items() if key in ("temperature", "logprob_temperature")}
     sessions = _session("a", 1.0, parents, **changed), _session("b", 0.3, [None], **both)
     return Golden(name, sessions, refusable="temperature" in changed)
 
@@ -195,5 +195,5 @@ GOLDEN = (
         refusable=True,
     ),
     _with_short_session("sampled at 1.4, recorded at 1.4", temperature=1.4),
-    _with_short_session("sampled at 1.4, recorded at 1", temperature=1.4, recorded_at=1.0),
+    _with_short_session("sampled at 1.4, recorded at 1", temperature=1.4, logprob_temperature=1.0),
 )

@@ -22,7 +22,7 @@ from tokentape._session.payloads import blank_rows
 from tokentape.engines._image_processor import QwenImageProcessor
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
-from tokentape.training._supports import refuse_unlike_supports
+from tokentape.training._supports import refuse_supports_with_full_logprobs
 from tokentape.training._trainers import token_temperatures
 from tokentape.types import MediaSpan, TokenRows, TokenValues
 
@@ -219,7 +219,7 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
 def _temperatures(sample: Sample, check: bool) -> npt.NDArray[np.float32]:
     # Samples for supervised fine-tuning have no logprobs.
     if check and not np.isnan(sample.logprobs[sample.loss_mask]).all():
-        refuse_unlike_supports(sample)
+        refuse_supports_with_full_logprobs(sample)
         return token_temperatures(sample)
     return np.where(sample.loss_mask, np.float32(np.nan), np.float32(1))
 

@@ -83,7 +83,7 @@ def check_rerendered(
         counts.update({f"{name} sequences": int(start < len(mask)) for name, start in first.items()})
         counts.update(sequences=1, tokens=int(mask.sum()))
         if forward is not None:
-            partner = comparison.partners()
+            partner = comparison.recorded_positions()
             positions = np.flatnonzero(mask & (partner >= 0))
             distance = forward(again)[partner[positions]].astype(np.float64) - trajectory.logprobs[positions]
             cuts = np.searchsorted(positions, [min(first.values()), first["text"]])

@@ -310,7 +310,9 @@ def _check(rendered: RenderedConversation, spans: Sequence[AssistantSpan], *, wh
     for span in spans:
         inside[span.start : span.end] = True
         if others.any() and _speaks(rendered.messages[span.message]) and not own[span.start : span.end].any():
-            raise TemplateRefused(f"the template drops the content of message {span.message}: nothing to train")
+            raise TemplateRefused(
+                f"the template drops the content of message {span.message}, so there is nothing to train on"
+            )
     wrong, missed = int((inside & others).sum()), int((~inside & own).sum()) if whole else 0
     if wrong or missed:
         raise TemplateRefused(

@@ -59,8 +59,8 @@ def renormalized_logprobs(
     return (scaled.gather(-1, targets).squeeze(-1) - norms).reshape(ids.shape)
 
 
-def refuse_unlike_supports(sample: Sample) -> None:
-    """Raise `InvalidRequest` for trained tokens with supports but logprobs over the whole vocabulary."""
+def refuse_supports_with_full_logprobs(sample: Sample) -> None:
+    """Raise `InvalidRequest` if trained tokens have supports, but logprobs over the whole vocabulary."""
     supports = sample.payloads.get(SUPPORTS)
     if supports is None:
         return
@@ -85,8 +85,8 @@ def token_supports(sample: Sample) -> Kept | None:
             out[position] = support = kept_ids(sample.payloads[SUPPORTS].rows[position])
             if support is None or sample.token_ids[position] not in support:
                 raise InvalidRequest(
-                    f"token {position} of session {sample.session_id!r}, branch to turn {sample.leaf}, is not in its "
-                    "support; check the record with `tokentape verify`",
+                    f"token {position} of session {sample.session_id!r}, leaf {sample.leaf}, is not in the support "
+                    "recorded for it; check the record with `tokentape verify`",
                     "samples",
                 )
     return out if any(row is not None for row in out) else None

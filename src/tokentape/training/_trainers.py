@@ -93,7 +93,8 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     (own,) = temperatures or {1.0}
     if about.setting is None and not about.per_token and own != 1.0:
         raise InvalidRequest(
-            f"{about.name} computes {about.formula}; turns were sampled at temperature {own:g}: sample at 1", "samples"
+            f"{about.name} computes {about.formula}, but turns were sampled at temperature {own:g}; sample at 1",
+            "samples",
         )
     return own
 

@@ -55,9 +55,9 @@ def verl_agent_loop_output(
 ) -> dict[str, Any]:
     """Return the fields of verl's `AgentLoopOutput`, for your own agent loop that returns `AgentLoopOutput(**fields)`.
 
-    `prompt_length` and `response_length` are set in verl's rollout config: a longer response is cut, as in verl's own
-    loops, and a longer prompt is refused. verl's default trainer expects its step numbers as weight versions, `7` or a
-    range `7-9`; other versions are replaced by `global_steps`. With `logprobs` False, verl computes the logprobs, and
+    Take `prompt_length` and `response_length` from verl's rollout config: a longer response is cut, as in verl's own
+    loops, and a longer prompt is refused. verl's default trainer expects weight versions to be its step numbers, `7` or
+    a range `7-9`; other versions are replaced by `global_steps`. With `logprobs` False, verl computes the logprobs, and
     the recorded ones are not checked. Recorded experts become `routed_experts`.
     """
     split, end = _within(sample, prompt_length, response_length)

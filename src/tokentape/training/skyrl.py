@@ -73,9 +73,7 @@ class AgentGenerator:
         )
         names = input_batch["trajectory_ids"]
         if names is None:
-            raise InvalidRequest(
-                "the batch has no trajectory_ids: they must show which rollouts are compared with each other"
-            )
+            raise InvalidRequest("the batch has no trajectory_ids, which are needed to group the rollouts of a prompt")
         rollouts = await asyncio.gather(*(self._run(gateway, input_batch, n) for n in range(len(names))))
         by_name = list(zip(names, rollouts, strict=True))
         failed = {name.instance_id for name, rollout in by_name if not rollout.samples or rollout.error}

@@ -121,8 +121,8 @@ def trajectory(
     """Return a trajectory's header and arrays, the arguments of `pack`. Without a tokenizer there is no text.
 
     Arrays that never change (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) begin at token
-    `start`. The loss mask and the columns are whole, because a branch that is recorded later can train these turns, and
-    columns can be added later.
+    `start`. The loss mask and the columns are complete: a later branch can change which of these turns are trained, and
+    columns can be added.
     """
     arrays: dict[str, npt.NDArray[Any]] = {
         "token_ids": shown.token_ids[start:],

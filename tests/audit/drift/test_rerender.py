@@ -51,7 +51,7 @@ def test_canonical_answer_renders_unchanged(renderer: Renderer, setup: Setup) ->
     ids = renderer.tokenizer.encode_plain("They cost 12.<|im_end|>")
     found = rerendered(renderer, two_turns(renderer, setup, ids, {"role": "assistant", "content": "They cost 12."}))
     assert found is not None
-    assert (found.turns.changed, found.turns.total, found.kinds, found.unlike_roots) == (0, 1, {}, 0)
+    assert (found.turns.changed, found.turns.total, found.kinds, found.changed_roots) == (0, 1, {}, 0)
     assert found.sampled_tokens == len(ids)
 
 
@@ -75,7 +75,7 @@ def test_renderings_that_already_differ_are_reported_and_not_counted(renderer: R
     first = replace(stored.turns[0], messages=({"role": "user", "content": "What do plums cost?"},))
     found = rerendered(renderer, replace(stored, turns=(first, stored.turns[1])))
     assert found is not None
-    assert (found.unlike_roots, found.turns.changed) == (1, 0)
+    assert (found.changed_roots, found.turns.changed) == (1, 0)
 
 
 def test_number_of_rendered_turns_is_limited(renderer: Renderer, setup: Setup) -> None:

@@ -297,7 +297,7 @@ def test_segments_and_partners_follow_from_the_differences(
         assert (expected[start:end] == recorded[other_start:other_end]) == (difference is None)
         at, other_at = end, other_end
     assert (at, other_at) == (len(expected), len(recorded))
-    partner = found.partners()
+    partner = found.recorded_positions()
     kept = np.flatnonzero(partner >= 0)
     assert [expected[n] for n in kept] == [recorded[n] for n in partner[kept]]
     assert (np.diff(partner[kept]) > 0).all()

@@ -153,7 +153,7 @@ def test_schema_is_refused_if_the_prompt_ends_inside_reasoning(served: Served, m
         return parser(setup, stops, np.array(begun, np.int32))
 
     monkeypatch.setattr(served.renderer, "parser", thinking)
-    with pytest.raises(openai.BadRequestError, match="switch reasoning off"):
+    with pytest.raises(openai.BadRequestError, match="turn reasoning off"):
         served.chat(response_format={"type": "json_object"})
 
 

@@ -203,7 +203,7 @@ def _rerendered(again: Rerendered) -> Iterator[Block]:
         {
             "later turns with a different context": _rate(again.turns),
             "sampled tokens changed in them": f"{again.changed_sampled_tokens:,} of {again.sampled_tokens:,}",
-            "branches whose first context already differs": f"{again.unlike_roots:,}",
+            "branches whose first context already differs": f"{again.changed_roots:,}",
             "turns that the template refuses": f"{again.refused:,}",
         }
     )

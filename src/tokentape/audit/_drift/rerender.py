@@ -39,7 +39,7 @@ class Rerendered:
     sampled_tokens: int
     """Sampled tokens in the contexts. A turn's tokens count in each later context."""
     changed_sampled_tokens: int
-    unlike_roots: int
+    changed_roots: int
     """First turns whose context already renders differently, because a different renderer made the record. Their
     differences are not counted again for later turns."""
 
@@ -69,7 +69,7 @@ class RerenderMeter:
                     differences = self._compared(trajectory, n, messages, stored.setups[turn.setup])
                     if n == 0:
                         roots[turn.seq] = set(map(_place, differences or ()))
-                        self._counts["unlike roots"] += bool(differences)
+                        self._counts["changed roots"] += bool(differences)
                     else:
                         self._left -= 1
                         self._count(trajectory, n, differences, roots[trajectory.turns[0]])
@@ -88,7 +88,7 @@ class RerenderMeter:
             first_kinds=dict(self._first.most_common()),
             sampled_tokens=counts["tokens"],
             changed_sampled_tokens=counts["changed tokens"],
-            unlike_roots=counts["unlike roots"],
+            changed_roots=counts["changed roots"],
         )
 
     def _compared(

@@ -154,7 +154,9 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         notes += note
         parts_differ = bool(changes or note)
     now = {name: observed.versions.get(name, was) for name, was in lock.versions.items()}
-    moved = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in model_files.unlike(lock.versions, now).items()]
+    moved = [
+        f"{name} was {pair[0]}, is {pair[1]}" for name, pair in model_files.changed_entries(lock.versions, now).items()
+    ]
     notices = [*moved, *(_files(old, new) if new is not None and not changes else ())]
     certified = _certificate(lock, observed)
     if certified and not parts_differ and lock.certifier != certifier_digest():
@@ -192,13 +194,13 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
     if any(changes):
         yield "added tokens", _first_few(list(filter(None, changes)), _SHOWN)
-    for key, pair in model_files.unlike(old.special_tokens, new.special_tokens).items():
+    for key, pair in model_files.changed_entries(old.special_tokens, new.special_tokens).items():
         before, after = (repr(value) if value else "none" for value in pair)
         yield "special tokens", f"{key} was {before}, is {after}"
     if new.eos_ids != old.eos_ids:
         yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
     if new.configuration is not None:
-        for key, pair in model_files.unlike(old.configuration or {}, new.configuration).items():
+        for key, pair in model_files.changed_entries(old.configuration or {}, new.configuration).items():
             yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
     if new.template_sha256 != old.template_sha256 and not _same_template(old, new):
         yield "template", _template_change(old.template, new.template)
@@ -207,7 +209,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
 def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
     """Return changes from files other than tokenizer.json, or a note if transformers loads the same tokenizer."""
     was, now = model_files.comparable_settings(old.loading or {}, new.loading or {})
-    templates = model_files.unlike(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
+    templates = model_files.changed_entries(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
     changes = [_change("template", f"the template named {name} {_came(*pair)}") for name, pair in templates.items()]
     if was == now:
         return changes, []
@@ -326,7 +328,8 @@ def _certificate(lock: Lock, observed: Observed) -> str:
         return ""
     now = {key: observed.certificate.get(key) for key in lock.certificate}
     changes = [
-        f"{key}: was {_short(a)}, is {_short(b)}" for key, (a, b) in model_files.unlike(lock.certificate, now).items()
+        f"{key}: was {_short(a)}, is {_short(b)}"
+        for key, (a, b) in model_files.changed_entries(lock.certificate, now).items()
     ]
     return _first_few(changes, _SHOWN_OF_CERTIFICATE)
 
@@ -365,7 +368,7 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
 
 
 def _files(old: Components, new: Components) -> Iterator[str]:
-    for name, pair in model_files.unlike(old.files, new.files).items() if new.files else ():
+    for name, pair in model_files.changed_entries(old.files, new.files).items() if new.files else ():
         looked = "but nothing that was compared in it has another effect"
         if name == model_files.PROCESSOR_TEMPLATE:
             looked = "which transformers processors read: it was not compared"

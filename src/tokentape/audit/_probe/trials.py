@@ -174,7 +174,7 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
 
 
 def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
-    """Return the last byte range of a completion that the words around the target surround."""
+    """Return the last byte range in a completion between the words that precede and follow the target."""
     # Any whitespace may separate words.
     before, after = (rb"\s+".join(map(re.escape, side.encode().split())) for side in (trial.before, trial.after))
     between = rb"(.{0,%d}?)" % _MOST_BETWEEN

@@ -25,7 +25,7 @@ from tokentape.audit._skew.chat_probes import ChatProbe
 from tokentape.audit._skew.corpus import compare_corpus, conversations_of, corpus_files
 from tokentape.audit._skew.file_findings import configuration_findings, file_findings, file_notes
 from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Differing, Kind, Probe, Skew
-from tokentape.audit._skew.parts import brief, part_of, unlike_tokens
+from tokentape.audit._skew.parts import brief, differing_tokens, part_of
 from tokentape.audit._skew.probing import explain, result, smallest
 from tokentape.errors import TokenizerUnusable
 
@@ -126,7 +126,7 @@ def loaded_findings(
     ours, theirs = (spec_backend.AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
     run = _Run(ours, theirs, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
-    if sides := "; ".join(spec_backend.unlike_sides(ours, theirs)):
+    if sides := "; ".join(spec_backend.differing_sides(ours, theirs)):
         cause = f"{sides}: ids differ if padding or truncation is enabled"
         run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
     elif spec_backend.same_tokenizer(ours, theirs):
@@ -178,7 +178,7 @@ class _Run:
         if self._able("controls", "encode", "control tokens within text"):
             groups["control tokens"] = tuple(battery.control_token_texts(added))
             if self.a.facts.spec is not None and self.b.facts.spec is not None:
-                changed = unlike_tokens(self.a.facts, self.b.facts).values()
+                changed = differing_tokens(self.a.facts, self.b.facts).values()
                 groups["changed tokens"] = [text for tokens in changed for text in battery.token_texts(tokens[0])]
         else:
             spelled = re.compile("|".join(map(re.escape, added)) or "(?!)")
@@ -200,8 +200,8 @@ class _Run:
         plain = dict.fromkeys(
             ["a", "a b", "", "\n", *(text for end in ends for text in (f"{end}a", f"a{end}"))], "BOS and EOS"
         )
-        unlike = {difference.text for difference in self._compared(plain)}
-        agreed = {text: group for text, group in plain.items() if text not in unlike}
+        different = {difference.text for difference in self._compared(plain)}
+        agreed = {text: group for text, group in plain.items() if text not in different}
         self.tried["special"] = len(agreed)
         differing = self._compared(agreed, special=True)
         self._add(*self.causes.explain(differing, "special", special=True))
@@ -353,8 +353,8 @@ def _unstable_finding(backend: Backend, letter: str, texts: Sequence[str]) -> Sk
         finding = Skew("model settings", "encode", cause, fix, 1)
     for _ in range(20 if dropout else 1):
         rows = zip(texts, first, backend.encode(texts), strict=True)
-        if unlike := [row for row in rows if row[1] != row[2]]:
-            text, *ids = min(unlike, key=lambda row: len(row[0]))
+        if different := [row for row in rows if row[1] != row[2]]:
+            text, *ids = min(different, key=lambda row: len(row[0]))
             return replace(finding, example=text, a=result(backend, ids[0]), b=result(backend, ids[1]))
     backend.remember(texts, first)
     return finding if dropout else None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jinja2 import nodes
 
-from tokentape.audit._model_files import unlike
+from tokentape.audit._model_files import changed_entries
 from tokentape.audit._skew.backends import Backend, SkewChat
 from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, part_of
 from tokentape.chat import _grammar as grammar
@@ -50,9 +50,9 @@ def texts() -> dict[str, tuple[str, ...]]:
 
 
 def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield texts with each control token: alone, between letters, with whitespace around it, and before a mark.
+    """Yield texts with each control token: alone, between letters, within whitespace, and before a combining character.
 
-    A normalizer may join the mark, U+0338, to the token's last character, which only a `normalized` token reacts to.
+    A normalizer may merge this character, U+0338, with the token's last one. It matters only for `normalized` tokens.
     """
     for token in tokens:
         yield token
@@ -97,7 +97,9 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
     if len(specs) == 1:
         by_group["competing merges"] = tuple(dict.fromkeys(map(merged_text, _competing_texts(specs[0]))))
     if all(pieces):
-        by_group["changed pieces"] = tuple(dict.fromkeys(_overlapping(unlike(*pieces), {**pieces[0], **pieces[1]})))
+        by_group["changed pieces"] = tuple(
+            dict.fromkeys(_overlapping(changed_entries(*pieces), {**pieces[0], **pieces[1]}))
+        )
     parts = set(differing)
     if parts & {"merges", "settings"}:
         by_group["merges"] = tuple(dict.fromkeys(_merge_texts(*specs)))

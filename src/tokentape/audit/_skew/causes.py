@@ -48,7 +48,7 @@ class TextCauses:
         self.differing = tokenizer_parts.differing_parts(a.facts, b.facts)
         self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
         specs_known = a.facts.spec is not None and b.facts.spec is not None
-        self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if specs_known else {}
+        self._added = tokenizer_parts.differing_tokens(a.facts, b.facts) if specs_known else {}
 
     def explain(
         self,

@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 
 import jinja2
 
-from tokentape.audit._model_files import CONFIG, CONFIG_FILES, MAX_LENGTH, ROWS, SAMPLED, unlike
+from tokentape.audit._model_files import CONFIG, CONFIG_FILES, MAX_LENGTH, ROWS, SAMPLED, changed_entries
 from tokentape.audit._skew.backends import Ability, Backend, BackendFacts
 from tokentape.audit._skew.causes import SAME_FILES, TextCauses
 from tokentape.audit._skew.findings import Severity, Skew, SkewResult
-from tokentape.audit._skew.parts import PARTS, TABLES, Spec, added_words, part_of, table_words, unlike_tokens
+from tokentape.audit._skew.parts import PARTS, TABLES, Spec, added_words, differing_tokens, part_of, table_words
 from tokentape.audit._skew.probing import result
 from tokentape.chat._generation_blocks import without_tags
 from tokentape.chat._template import parse_template
@@ -70,7 +70,7 @@ def file_findings(
 def file_notes(a: BackendFacts, b: BackendFacts, findings: Collection[Skew]) -> list[str]:
     """Return each side's notes, and notes on versions and vocabulary sizes that differ without a finding."""
     notes = [f"{letter}: {note}" for letter, side in zip(_SIDES, (a, b), strict=True) for note in side.notes]
-    for library, (a_version, b_version) in unlike(a.versions, b.versions).items():
+    for library, (a_version, b_version) in changed_entries(a.versions, b.versions).items():
         if a_version is not None and b_version is not None:
             notes.append(f"{library} is {a_version} in A and {b_version} in B")
     sizes = a.vocab_size, b.vocab_size
@@ -83,7 +83,7 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
     """Yield findings on added tokens and vocabularies, each with the tokens that differ."""
     if a.spec is None or b.spec is None:
         return
-    for difference, tokens in unlike_tokens(a, b).items():
+    for difference, tokens in differing_tokens(a, b).items():
         # Converters set `special` on tokens that look like control tokens: ids stay equal, decoding hides them.
         marked = a.kind != b.kind and difference.startswith("special=") and "," not in difference
         severity: Severity = "caution" if marked else "skew"
@@ -96,7 +96,7 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
         yield finding, tokens
     if "vocabulary" in differing:
         added = {**a.added, **b.added}
-        changed = [token for token in unlike(_ids(a.spec), _ids(b.spec)) if token not in added]
+        changed = [token for token in changed_entries(_ids(a.spec), _ids(b.spec)) if token not in added]
         if changed:
             difference = f"{len(changed)} tokens have different ids or are on one side only, first {changed[0]!r}"
             cause = f"the vocabularies differ: {difference}"
@@ -131,7 +131,7 @@ def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     same_loader = a.kind == b.kind and all(CONFIG in side.files or "GGUF" in side.kind for side in (a, b))
     if not same_loader and (not a.special_tokens or not b.special_tokens):
         return
-    for name, pair in unlike(a.special_tokens, b.special_tokens).items():
+    for name, pair in changed_entries(a.special_tokens, b.special_tokens).items():
         if name != "pad_token" and None in pair and not same_loader:
             continue  # a loader may name fewer tokens; if a template uses them, its renderings differ
         cause = f"{name} is {pair[0] or 'not set'} in A and {pair[1] or 'not set'} in B"
@@ -153,7 +153,9 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.tool_template or b.tool_template:
         pairs["template for tools"] = a.tool_template or a.template, b.tool_template or b.template
     if a.templates is not None and b.templates is not None:
-        pairs |= {f"chat template named {name}": pair for name, pair in unlike(a.templates, b.templates).items()}
+        pairs |= {
+            f"chat template named {name}": pair for name, pair in changed_entries(a.templates, b.templates).items()
+        }
     for name, (a_template, b_template) in pairs.items():
         if a_template is not None and b_template is not None:
             if not same_template(a_template, b_template):
@@ -204,7 +206,7 @@ def configuration_findings(a: BackendFacts, b: BackendFacts) -> list[Skew]:
 def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.configuration is None or b.configuration is None:
         return
-    for key, (a_value, b_value) in unlike(a.configuration, b.configuration).items():
+    for key, (a_value, b_value) in changed_entries(a.configuration, b.configuration).items():
         if key == ROWS:
             continue
         if key.endswith(_END) and None in (a_value, b_value) and _end_ids(a) == _end_ids(b):
@@ -244,7 +246,7 @@ def _rows(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         names = f" ({', '.join(map(repr, tokens))}...)" if tokens else ""
         lacking.append(f"ids {rows} to {size - 1}{names} have no embedding row in {letter}")
     if lacking:
-        same = len(lacking) == 2 and ROWS not in unlike(a.configuration or {}, b.configuration or {})
+        same = len(lacking) == 2 and ROWS not in changed_entries(a.configuration or {}, b.configuration or {})
         severity: Severity = "caution" if same else "skew"
         yield Skew("embedding rows", "facts", f"{'; '.join(lacking)}, by {ROWS}", _ROWS_FIX, 1, severity=severity)
     if surplus:

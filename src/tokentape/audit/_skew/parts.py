@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import tokenizers
 
 from tokentape._alignment import first_difference
-from tokentape.audit._model_files import unlike
+from tokentape.audit._model_files import changed_entries
 from tokentape.audit._skew.backends import BackendFacts, BackendToken
 from tokentape.audit._skew.findings import Kind
 
@@ -188,7 +188,7 @@ def differing_tables(a: BackendFacts, b: BackendFacts) -> list[str]:
 
 
 def table_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
-    (entry, pair), *others = unlike(a.tables[name], b.tables[name]).items()
+    (entry, pair), *others = changed_entries(a.tables[name], b.tables[name]).items()
     values = " in A and ".join("absent" if value is None else str(value) for value in pair)
     return f"{name} of the model file: {1 + len(others)} differ, such as {entry!r}: {values} in B"
 
@@ -344,7 +344,9 @@ def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     if name in ("merges", "vocabulary"):
         return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(a_part, b_part)}"
     if name == "settings":
-        changed = ", ".join(f"{key}={pair[0]} in A and {pair[1]} in B" for key, pair in unlike(a_part, b_part).items())
+        changed = ", ".join(
+            f"{key}={pair[0]} in A and {pair[1]} in B" for key, pair in changed_entries(a_part, b_part).items()
+        )
         return f"the model settings differ: {changed}"
     words = brief(a_part), brief(b_part)
     if words[0] == words[1]:
@@ -370,7 +372,7 @@ def _entries_apart(a_part: Any, b_part: Any) -> str:
     """Describe how two lists of merges, or two vocabularies, differ: how many entries, and the first difference."""
     counts = f"{len(a_part)} entries in A, {len(b_part)} in B"
     if isinstance(a_part, Mapping) and isinstance(b_part, Mapping):
-        changed = unlike(a_part, b_part)
+        changed = changed_entries(a_part, b_part)
         if not changed:
             return counts
         entry, pair = next(iter(changed.items()))
@@ -381,7 +383,7 @@ def _entries_apart(a_part: Any, b_part: Any) -> str:
     return f"{counts}; the first that differs, at {index}, is {shown[0]} in A and {shown[1]} in B"
 
 
-def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
+def differing_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
     """Group the added tokens that differ between the backends by a description of their difference."""
     groups: dict[str, list[str]] = {}
     plain = all(side.spec is not None and part_of(side.spec, "normalizer") is None for side in (a, b))

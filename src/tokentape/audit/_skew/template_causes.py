@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from tokentape._alignment import first_difference
-from tokentape.audit._model_files import unlike
+from tokentape.audit._model_files import changed_entries
 from tokentape.audit._skew.backends import BackendFacts, SkewChat
 from tokentape.audit._skew.backends.spec import render_text
 from tokentape.audit._skew.battery import FORMS
@@ -267,7 +267,7 @@ class TemplateCauses:
         if template is None or put is None:
             return None
         ours, theirs = a.template_variables, b.template_variables
-        changed = unlike(ours, theirs)
+        changed = changed_entries(ours, theirs)
         writer = self._writer(template, theirs) if changed else None
         if writer is not None and writer(conversation) == b_text:
             description = ", ".join(

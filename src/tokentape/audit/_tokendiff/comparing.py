@@ -119,13 +119,13 @@ class Comparison:
         if end < self.expected_tokens:
             yield Segment(end, self.expected_tokens, other_end, self.recorded_tokens), None
 
-    def partners(self) -> npt.NDArray[np.int64]:
-        """Return each expected token's position in the recorded ids, or -1 if they lack the token."""
-        partner = np.full(self.expected_tokens, -1)
+    def recorded_positions(self) -> npt.NDArray[np.int64]:
+        """Return each expected token's position in the recorded ids, or -1; shape [expected_tokens]."""
+        positions = np.full(self.expected_tokens, -1)
         for (start, end, other_start, other_end), difference in self.segments():
             if difference is None:
-                partner[start:end] = np.arange(other_start, other_end)
-        return partner
+                positions[start:end] = np.arange(other_start, other_end)
+        return positions
 
 
 def compare(

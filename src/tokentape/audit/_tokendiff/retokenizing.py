@@ -196,7 +196,7 @@ def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pa
     """Match recorded ids with a trainer's ids. Trainer ids that only end early do not count as drift."""
     comparison = compare(recorded, trainers, tokenizer)
     differences = [difference for difference in comparison.differences if difference.kind != "cut"]
-    partner = comparison.partners()
+    partner = comparison.recorded_positions()
     if not differences:
         return Pairing("numeric", partner, len(recorded))
     changes = tuple(Change(d.expected_start, d.expected_end, ARTIFACTS[d.change].kind) for d in differences)

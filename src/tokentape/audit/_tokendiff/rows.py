@@ -94,7 +94,7 @@ def compare_rows(
         if not np.array_equal(expected_row.ids, recorded_row.ids):
             codes = {"provenance": expected_row.provenance, "recorded_provenance": recorded_row.provenance}
             comparison = compare(expected_row.ids, recorded_row.ids, tokenizer, **codes)
-        pairs = comparison.partners()
+        pairs = comparison.recorded_positions()
         ours = np.flatnonzero(pairs >= 0)
         theirs = pairs[ours]
         mask = _changed(expected_row.mask, recorded_row.mask, ours, theirs, 0)

@@ -236,7 +236,7 @@ def _kind(item: Any, index: int) -> str:
 
 
 def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any]:
-    """Return the last message if it is an assistant message without the keys `fresh`; else append a new message."""
+    """Return the last message if it is the assistant's and has no key in `fresh`; else append and return a new one."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or any(name in last for name in fresh):
         last = {"role": "assistant"}

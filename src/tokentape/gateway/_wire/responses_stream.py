@@ -279,5 +279,5 @@ def ended(turn: Turn, prompt_ids: TokenIds, tokenizer: Tokenizer, cached: int = 
 
 
 def no_response() -> NotFound:
-    """Return the error for unknown responses and, without distinction, responses in other owners' sessions."""
+    """Return the error for an unknown response. A response in another owner's session gets the same error."""
     return NotFound("there is no response with this id")

@@ -411,8 +411,8 @@ def call_rule(
         )
     if "structural_tag" not in context.engine.sampling:
         raise UnsupportedParameter(
-            f"the engine {context.engine.name!r} can't enforce tool calls; omit strict and ask for the tool call in a "
-            "message, or use vLLM, SGLang, or the embedded engine with tokentape[grammar]",
+            f"the engine {context.engine.name!r} can't enforce tool calls; omit `strict` and ask for the tool call in "
+            "a message, or use vLLM, SGLang, or the embedded engine with tokentape[grammar]",
             "tools" if choice is None else "tool_choice",
         )
     return CallRule(tuple(forced), frozenset(strict), parallel)

@@ -62,7 +62,7 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
     if not lengths[needed] or not {lengths["token_type"], lengths["scores"]} <= {0, lengths["tokens"]}:
         found = ", ".join(f"{count} {key}" for key, count in lengths.items())
         raise TokenizerUnusable(
-            f"{path}: found {found}; expected {needed}, and no or one token_type and score per token"
+            f"{path}: found {found}; expected {needed}; token_type and scores are optional, with one value per token"
         )
     match model:
         case "gpt2":

@@ -276,7 +276,7 @@ def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
     return a.facts.spec is not None and spec_a == spec_b and switches[0] == switches[1] and splits[0] == splits[1]
 
 
-def unlike_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
+def differing_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
     """Describe differences in the sides on which transformers pads and truncates for two folders."""
     names = ("padding_side", "truncation_side")
     sides = [(name, getattr(a._tokenizer, name), getattr(b._tokenizer, name)) for name in names]
