@@ -221,9 +221,7 @@ class Usage:
         elif isinstance(value, list | tuple | dict):
             self.items(len(value))
             if isinstance(value, dict) and sum(not isinstance(key, str) for key in value) > MOST_OTHER_KEYS:
-                raise jinja2.TemplateError(
-                    f"the template creates a dict with more than {MOST_OTHER_KEYS} non-string keys"
-                )
+                raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} non-string keys")
             self.room(self._weigh(value))
         elif isinstance(value, int) and value.bit_length() > MOST_BITS:
             self.bits(value.bit_length())
