@@ -44,6 +44,11 @@ def test_printed_configuration_is_toml(run: Run) -> None:
     assert printed["keys"] == {"alice": "***"}
 
 
+def test_texts_outside_of_ascii_are_printed_as_toml(run: Run) -> None:
+    name = "é\U0001f600\x7f\x01"
+    assert tomllib.loads(run("config", "show", "--model-id", name).stdout)["model_id"] == name
+
+
 def test_config_show_accepts_exactly_the_options_of_serve(run: Run) -> None:
     done = run("config", "show", "--prot", 9)
     assert (done.exit_code, done.stdout) == (2, "")

@@ -53,6 +53,19 @@ def test_nothing_to_measure_is_exit_code_3(run: Run, empty: dict[str, Path], lin
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "check-logprobs {rows} --batch {batch} --max-mean nan",
+        "compare {rows} {rows} --tokenizer {model} --max-delta nan",
+        "drift {rows} --tokenizer {model} --fail-above nan",
+    ],
+)
+def test_limit_that_no_value_can_exceed_is_exit_code_2(run: Run, empty: dict[str, Path], line: str) -> None:
+    done = run(*line.format(**empty).split())
+    assert (done.exit_code, "nan is not a number" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
     "command", ["audit", "check", "check-logprobs", "compare", "drift", "export", "premium", "probe", "score", "verify"]
 )
 def test_help_of_the_command_names_exit_code_3(run: Run, command: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -38,6 +39,17 @@ def there(value: str) -> str:
 def option(help: str, metavar: str | None = None, *flags: str, **settings: Any) -> Any:  # noqa: A002
     """Return an option. By default its flag is the name of the parameter."""
     return typer.Option(*flags, metavar=metavar, help=help, **settings)
+
+
+def number(help: str, metavar: str | None = None, **settings: Any) -> Any:  # noqa: A002
+    """Return an option for a float that is not NaN, because a check against a limit of NaN can't fail."""
+    return option(help, metavar, callback=_not_nan, **settings)
+
+
+def _not_nan(value: float | None) -> float | None:
+    if value is not None and isnan(value):
+        raise typer.BadParameter("nan is not a number.")
+    return value
 
 
 def flag(help: str, *flags: str) -> Any:  # noqa: A002

@@ -43,11 +43,11 @@ def check_logprobs(
     adapter: arg.Adapter = None,
     device: Device = None,
     dtype: Annotated[Dtype, arg.option("Precision of the forward pass.")] = "float32",
-    max_mean: Annotated[float, arg.option("Largest mean difference on the same ids.", "NATS")] = 0.02,
-    max_delta: Annotated[float | None, arg.option("Largest difference of one token on the same ids.", "NATS")] = None,
-    max_k3: Annotated[float, arg.option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
+    max_mean: Annotated[float, arg.number("Largest mean difference on the same ids.", "NATS")] = 0.02,
+    max_delta: Annotated[float | None, arg.number("Largest difference of one token on the same ids.", "NATS")] = None,
+    max_k3: Annotated[float, arg.number("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
     max_drift: Annotated[
-        float, arg.option("Largest share of trained tokens with different ids, or with different text.", "SHARE")
+        float, arg.number("Largest share of trained tokens with different ids, or with different text.", "SHARE")
     ] = 0.0,
     max_missing: Annotated[
         int, arg.option("Largest number of rows missing in the record or --batch, or cut in --batch.", "N", min=0)

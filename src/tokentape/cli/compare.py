@@ -31,7 +31,7 @@ def compare(
     fail_on: Annotated[
         Literal["error", "warning"], arg.option("The lowest severity that makes the exit code 1.")
     ] = "warning",
-    max_delta: Annotated[float, arg.option("Largest difference between logprobs.", "NATS", min=0)] = 1e-3,
+    max_delta: Annotated[float, arg.number("Largest difference between logprobs.", "NATS", min=0)] = 1e-3,
     show: Annotated[int, arg.option("Differences to print per row, as text.", "N", min=1)] = 20,
     as_json: arg.AsJson = False,
 ) -> None:

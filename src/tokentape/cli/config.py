@@ -42,7 +42,8 @@ def show(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(inner)}" for key, inner in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml(key)} = {_toml(inner)}" for key, inner in value.items()) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
+    # TOML has no surrogate pairs, which JSON in ASCII needs, and no raw DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -45,7 +45,7 @@ def drift(
         int, arg.option("With --model: largest number of drifted completions to compute.", "N", min=1)
     ] = 100,
     fail_above: Annotated[
-        float | None, arg.option("Exit with 1 if a larger share of completions drifted.", "RATE", min=0, max=1)
+        float | None, arg.number("Exit with 1 if a larger share of completions drifted.", "RATE", min=0, max=1)
     ] = None,
     html: arg.HtmlFile = None,
     as_json: arg.AsJson = False,

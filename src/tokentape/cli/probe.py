@@ -41,7 +41,7 @@ def probe(
     output: Annotated[Path | None, arg.new_file("Results as JSON lines; resumes a file.", "--output", "-o")] = None,
     limit: Annotated[int | None, arg.option("Run at most this many trials.", min=1)] = None,
     repetitions: Annotated[int, arg.option("Samples per task; needs --temperature.", min=1)] = 1,
-    temperature: Annotated[float, arg.option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0,
+    temperature: Annotated[float, arg.number("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, arg.option("Seed for sampling and for drawing words.")] = 0,
     max_tokens: Annotated[int, arg.option("Token budget per completion.", min=1)] = 512,
     ban: Annotated[bool, arg.flag("Sample each phantom edit again with its ids banned. Greedy only.", "--ban")] = False,

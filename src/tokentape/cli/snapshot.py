@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from tokentape.cli.arguments import AsJson, new_file, option
+from tokentape.cli.arguments import AsJson, new_file, number, option
 from tokentape.cli.output import print_json
 from tokentape.client import Client, SnapshotManifest
 from tokentape.store._location import refuse_output
@@ -34,7 +34,7 @@ def create(
     api_key: Key = None,
     session: Annotated[list[str] | None, option("Only this session; may be repeated.", "ID")] = None,
     since: Annotated[int | None, option("Only sessions that have changed since this snapshot.", "SNAPSHOT")] = None,
-    idle: Annotated[float | None, option("Only sessions without a turn for this long.", "SECONDS")] = None,
+    idle: Annotated[float | None, number("Only sessions without a turn for this long.", "SECONDS")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Freeze sessions as they are, and print the snapshot's id."""
