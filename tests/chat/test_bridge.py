@@ -471,6 +471,21 @@ def test_delimiters_of_truncated_content_are_closed(completion: str, closing: st
     assert bridged(renderer, completion) == (closing + following, closing)
 
 
+FRAMED_CALLS = FRAMED.replace(
+    "{{ m.content }}<|box_end|>",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|box_end|>",
+    1,
+)
+
+
+@pytest.mark.usefixtures("source")
+def test_content_that_ends_with_half_a_call_is_closed() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED_CALLS))
+    _, closing = bridged(renderer, '<|box_start|>h<tool_call>{"name": "add", "argu')
+    assert closing == "<|box_end|><|im_end|>"
+
+
 SWITCHED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' and '/brief' in messages[0].content %}<think></think>
 {% endif %}{{ m.content }}<|im_end|>

@@ -190,6 +190,42 @@ AS_MESSAGES = (
 )
 """Calls are written like further messages; the end of a message is before them."""
 
+TEXT_SECTION = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% if m.tool_calls %}<calls>
+{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>
+{% endfor %}</calls>{% endif %}<|im_end|>
+"""
+    + END
+)
+"""A control token opens each call, and text opens their section."""
+
+TOKENS_IN_TAGS = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% if m.tool_calls %}<|quad_start|>calls<|quad_end|>{% for c in m.tool_calls -%}
+<|quad_start|>call tool="{{ c.function.name }}"<|quad_end|>{% for k, v in c.function.arguments.items() -%}
+<|quad_start|>argument key="{{ k }}"<|quad_end|>{{ v if v is string else v | tojson }}<|box_start|>argument<|quad_end|>
+{%- endfor %}<|box_start|>call<|quad_end|>{% endfor %}<|box_start|>calls<|quad_end|>{% endif %}<|im_end|>
+"""
+    + END
+)
+"""Tags begin and end with control tokens, as Kimi K3 writes them."""
+
+SPACED_END = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\n' -}}
+<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '\n\n' }}<|im_end|>
+"""
+    + END
+)
+"""More white space is written before the end of a turn than before a call."""
+
+SPACED_CLOSE = SPACED_END.replace("{{ '\n\n' }}<|im_end|>", "{{ '\n' }}<|box_end|><|endoftext|>")
+"""White space is written before a call and before the token that closes the content."""
+
 TEXT_QUOTED = {"PYTHON": PYTHON, "QUOTED": QUOTED}
 ALL = {
     "FRAMED": FRAMED,
@@ -207,6 +243,9 @@ ALL = {
     "AS_MESSAGES": AS_MESSAGES,
     "QUOTED_WHERE_NEEDED": QUOTED_WHERE_NEEDED,
     "AS_REASONING": AS_REASONING,
+    "TEXT_SECTION": TEXT_SECTION,
+    "TOKENS_IN_TAGS": TOKENS_IN_TAGS,
+    "SPACED_END": SPACED_END,
 }
 CALLS = ("call", "parallel calls", "no arguments", "typed arguments", "multi-line argument")
 
@@ -393,6 +432,30 @@ def test_delimiters_of_tag_like_text_are_not_text(written: str, value: str, step
     text = f'<tool_call><f n="add"><p k="note">{written}</p></f></tool_call><|im_end|>'
     (call,) = parsed(renderer_of(QUOTED_WHERE_NEEDED), text, step).tool_calls
     assert json.loads(call.arguments) == {"note": value}
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("source", "end"), [(SPACED_END, "\n\n<|im_end|>"), (SPACED_CLOSE, "\n<|box_end|><|endoftext|>")]
+)
+def test_white_space_before_the_end_of_the_turn_is_not_content(source: str, end: str, step: int) -> None:
+    assert parsed(renderer_of(source), f"Yes.{end}", step).content == "Yes."
+
+
+NAMED_TWICE = (
+    USERS
+    + """{% else %}{% for c in m.tool_calls or [{}] %}<|im_start|>assistant to={{ c.function.name if c else 'user' -}}
+<|quad_start|>{{ m.content or '' }}{% if c %}<f n="{{ c.function.name }}">{%
+for k, v in c.function.arguments.items() %}<p k="{{ k }}">{{ v if v is string else v | tojson }}</p>{% endfor -%}
+</f>{% endif %}<|im_end|>
+{% endfor %}"""
+    + END.replace("assistant\n", "assistant")
+)
+
+
+def test_a_call_that_has_its_name_in_a_header_too_is_not_read_with_other_arguments() -> None:
+    reply = parsed(renderer_of(NAMED_TWICE), ' to=add<|quad_start|><f n="add"><p k="a">7</p></f><|im_end|>')
+    assert reply.tool_calls == ()
 
 
 def test_reasoning_shown_only_with_calls_is_detected() -> None:

@@ -40,8 +40,11 @@ class CallReader:
         """Whether a JSON answer may look like calls, because nothing but JSON's brackets delimits them."""
         begins = tuple(dict.fromkeys([*section_pieces[:1], *call_pieces[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
-        self.triggers = marked or begins
-        """Texts that may begin a call; only the control tokens, if there are any, because text can quote the others."""
+        opening = syntax.section_open + syntax.open
+        through_mark = tuple(opening[: mark.end()].strip() for mark in MARK.finditer(opening))[: 1 if marked else 0]
+        self.triggers = tuple(dict.fromkeys(through_mark + marked)) or begins
+        """Texts that may begin a call. If there are control tokens, these, because text can quote the others, and the
+        text up to the first of them."""
         again = any_of(begins)
         # Repetition is limited because the expressions are matched again with every token that may extend them.
         limit = "{0,8}"
@@ -63,7 +66,7 @@ class CallReader:
         """Whether the calls are numbered: a number comes before each call."""
         ends = [syntax.close, "" if self._counts else syntax.separator, syntax.section_close]
         between = [pattern(text) for text in ends if pieces(text)]
-        between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in begins]
+        between += [any_of(piece for text in ends for piece in pieces(text) if piece not in begins)]
         between += [rf"\d{{1,9}}(?={SPACE}{pattern(syntax.open)})"] if self._counts and call_pieces else []
         another = rf"(?!{pattern(syntax.open)})" if call_pieces else ""
         self._between = re.compile(

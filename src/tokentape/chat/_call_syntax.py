@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from tokentape.chat._caller_text import SENTINELS
 from tokentape.chat._delimiters import ANY
+from tokentape.chat._tokenizer import MARK
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message
 
@@ -221,6 +222,8 @@ def common_suffix(a: str, b: str) -> int:
 def _read_single_call(region: str) -> CallSyntax | None:
     """Return the syntax of the only call in `region`, with all text before and after the call as `open` and `close`."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
+    if NAME in region[name + len(NAME) : key]:
+        return None  # The name is also in a header before the call: none of the styles has two names.
     arguments = _json_around(region, key, {KEY: VALUE})
     in_string = arguments is None
     arguments = arguments or _string_around(region, key, {KEY: VALUE})
@@ -272,7 +275,7 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
     opening = common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], after)
     key_open, close = between[len(between) - opening :], after[closing:]
-    shared = _shared_tag(key_open, close)
+    shared = _shared_tag(key_open, close, syntax)
     return replace(
         syntax,
         name_close=before[: len(before) - opening] + shared,
@@ -354,7 +357,7 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
     closing = common_prefix(between[: len(between) - opening], after)
     separator = between[closing : len(between) - opening]
     call_open, section_close = between[len(between) - opening :], after[closing:]
-    shared = "" if separator else _shared_tag(call_open, section_close)
+    shared = "" if separator else _shared_tag(call_open, section_close, syntax)
     return replace(
         syntax,
         section_open=before[: len(before) - opening] + shared,
@@ -365,10 +368,14 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
     )
 
 
-def _shared_tag(first: str, second: str) -> str:
-    """Return the end of an earlier tag with which both delimiters begin, such as `>` in `><b>` and `></a>`."""
-    shared, end, _ = first[: common_prefix(first, second)].partition(">")
-    return shared + end if end and "<" not in shared else ""
+def _shared_tag(first: str, second: str, syntax: CallSyntax) -> str:
+    """Return the end of an earlier tag with which both delimiters begin, such as `>` in `><b>` and `></a>`.
+
+    A control token ends tags if keys end with it.
+    """
+    mark = MARK.fullmatch(syntax.key_close[-2:])
+    shared, end, _ = first[: common_prefix(first, second)].partition(mark[0] if mark is not None else ">")
+    return shared + end if end and "<" not in shared and not MARK.search(shared) else ""
 
 
 def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:

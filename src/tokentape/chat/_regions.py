@@ -98,10 +98,10 @@ class RegionParser(Parser):
         if match is None:
             end = len(reader.text)
             if not final:
-                last = reader.text[-1:]
-                if last in ends.before_ends or (ends.space_before and last.isspace()):
+                last, space = reader.text[-1:], max(ends.space_before, self._end_space)
+                if last in ends.before_ends or (space and last.isspace()):
                     end -= held_back(reader.text, reader.position, ends.cores)
-                    end = self._before_space(end, ends.space_before)
+                    end = self._before_space(end, space)
                 if self._blank and self._is_blank(end):
                     return False
             elif self._speech == "content" and reader.stopped:
@@ -287,11 +287,12 @@ def _delimiters(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech
     triggers = [_Delimiter(core, "call", space) for core in calls.triggers] if calls is not None else []
     if calls is not None and calls.bare:
         triggers = [_Delimiter("{", "call")]
-    content, reasoning = [*triggers], [t for t in triggers if MARK.match(t.core)]
+    content, reasoning = [*triggers], [t for t in triggers if MARK.search(t.core)]
     for text in (form.content_open, form.content_reopen):
         if form.reasoning is None or form.reasoning.open.strip() not in text:
             content += _Delimiter.of(text, "content")
-    for text in (form.content_end, form.turn_end):
+    space_at_end = "" if form.content_end.strip() else form.content_end
+    for text in (form.content_end, space_at_end + form.turn_end):
         ends = _Delimiter.of(text, "content", anywhere=True)
         content += [end for end in ends if end.core not in {trigger.core for trigger in triggers}]
     if form.reasoning is not None:

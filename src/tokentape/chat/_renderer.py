@@ -350,7 +350,7 @@ class Renderer(TemplateText):
             close = form.reasoning.close if form.reasoning is not None else ""
             # The close of reasoning may also begin the content's header, which is left out here.
             close = close[: len(close) - repeated_end(close, form.header)] + form.empty_content + space
-        elif not reply.tool_calls:
+        elif not reply.calls_for_client:
             close = self._content_left_open(completion_ids, form, reply) or space
         elif not read_text(self.tokenizer, completion_ids.tolist()).endswith(space):
             close = space
