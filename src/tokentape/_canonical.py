@@ -7,7 +7,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgspec
@@ -82,7 +82,7 @@ def _plain(value: object) -> object:
         defaults = zip(value.__struct_fields__, value.__struct_defaults__, strict=True)
         return {name: attribute for name, default in defaults if (attribute := getattr(value, name)) is not default}
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 

@@ -27,8 +27,9 @@ from tokentape.demo import MODEL
 from tokentape.engines._base import ChatServer, Engine, EngineInfo, LogprobsMode
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient, WrongAddress, attempt
-from tokentape.engines._identity import refuse_gateway, served_as
+from tokentape.engines._identity import refuse_gateway
 from tokentape.engines._image_processor import find_image_processor
+from tokentape.engines._kinds import KINDS, engine_class, open_engine
 from tokentape.engines._remote import RemoteEngine
 from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TokentapeError
 from tokentape.gateway._app import create_app
@@ -49,9 +50,6 @@ _TEMPLATE_SECONDS = 10.0
 
 _SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 """The gateway's sampling defaults, and other values with the same meaning."""
-
-_OWN_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "llamacpp": "/props"}
-"""By kind, a path that the other kinds do not have. (vLLM in development mode also has `/server_info`.)"""
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
@@ -77,7 +75,7 @@ def model_folder(config: ServeConfig) -> Path:
 async def _served_names(config: EngineConfig) -> str:
     try:
         async with _asking(config, config.urls[0]) as http:
-            served = await served_as(config.kind, http)
+            served = await engine_class(config.kind).served_as(http)
     except EngineError as error:
         return f"the server could not be asked: {error}"
     return f"{config.urls[0]} serves {', '.join(sorted(served.names))}"
@@ -108,7 +106,7 @@ async def _missing(config: EngineConfig) -> str:
     for url in config.urls:
         try:
             async with _asking(config, url) as http:
-                await refuse_gateway(config.kind, http, stage="connect")
+                refuse_gateway(await engine_class(config.kind).served_as(http, stage="connect"))
             return ""
         except (EngineError, InvalidRequest) as error:
             if isinstance(error, EngineUnavailable | EngineTimeout) and not isinstance(error, WrongAddress):
@@ -301,11 +299,9 @@ def _replica_name(url: str) -> str:
 
 
 async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard: Guard | None) -> Engine:
-    from tokentape.engines._kinds import open_engine
-
     _log.info("comparing the model that %s serves with the model folder", url)
     async with _asking(config, url) as http:
-        await refuse_gateway(config.kind, http)
+        refuse_gateway(await engine_class(config.kind).served_as(http))
         try:
             engine = await open_engine(
                 config.kind,
@@ -333,9 +329,10 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
 
 async def _looks_like(http: HttpClient, kind: str) -> str | None:
     """Return a different kind than `kind` if the server has a path that only this kind has; otherwise None."""
-    for other_kind, path in _OWN_PATHS.items():
+    for other_kind in KINDS:
+        path = engine_class(other_kind).own_path
         with suppress(TokentapeError):
-            if other_kind != kind and await attempt(http.get(path)) is not None:
+            if other_kind != kind and path is not None and await attempt(http.get(path)) is not None:
                 return other_kind
     return None
 
@@ -356,6 +353,6 @@ def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], st
 
     async def guard(opened: RemoteEngine) -> GuardedEngine:
         refuse = not engine.unverified_model
-        return await GuardedEngine.open(opened, engine.kind, look, refuse=refuse, weights_now=weights_now)
+        return await GuardedEngine.open(opened, look, refuse=refuse, weights_now=weights_now)
 
     return guard

@@ -23,7 +23,6 @@ from tokentape.engines._base import UNVERIFIED, EngineInfo, SampleDelta, Samplin
 from tokentape.engines._distributions import logprobs_of
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import served_as
 from tokentape.engines._pool import EnginePool
 from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
@@ -47,7 +46,7 @@ class Looked:
         self.count += 1
         if self.hangs:
             await asyncio.Event().wait()
-        await served_as("vllm", http)
+        await VllmEngine.served_as(http)
         return self.found
 
 
@@ -90,7 +89,7 @@ def looked() -> Looked:
 
 
 async def open_engine(url: str, looked: Looked, **options: Any) -> GuardedEngine:
-    return await GuardedEngine.open(await VllmEngine.open(url, vocab_size=4000), "vllm", looked.look, **options)
+    return await GuardedEngine.open(await VllmEngine.open(url, vocab_size=4000), looked.look, **options)
 
 
 @asynccontextmanager

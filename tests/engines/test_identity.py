@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 from tests.engines import fake_server
 
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import ServedAs, offered_routes, served_as
+from tokentape.engines._identity import ServedAs, offered_routes
+from tokentape.engines._kinds import engine_class
 
 _T = TypeVar("_T")
 
@@ -43,20 +44,20 @@ def asked(server: fake_server.FakeServer, ask: Callable[[HttpClient], Awaitable[
 
 
 def test_served_adapters_are_not_the_model(server: fake_server.FakeServer) -> None:
-    served = asked(server, lambda http: served_as("vllm", http))
+    served = asked(server, lambda http: engine_class("vllm").served_as(http))
     assert served == ServedAs(frozenset({"policy", "adapter"}), frozenset({"policy", "/runs/7/step_100"}), 4096)
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 def test_sglang_gives_more_model_facts(server: fake_server.FakeServer, path: str) -> None:
     server.answers[path] = JSONResponse({"model_path": "Qwen/Qwen3-8B", "model_type": "qwen3"})
-    served = asked(server, lambda http: served_as("sglang", http))
+    served = asked(server, lambda http: engine_class("sglang").served_as(http))
     assert (served.model_type, served.names) == ("qwen3", {"policy", "/runs/7/step_100", "Qwen/Qwen3-8B"})
 
 
 def test_llama_cpp_reports_the_size_of_its_embedding(server: fake_server.FakeServer) -> None:
     server.answers["/v1/models"] = JSONResponse({"data": [{"id": "tiny.gguf", "meta": {"n_embd": 128}}]})
-    assert asked(server, lambda http: served_as("llamacpp", http)).hidden_size == 128
+    assert asked(server, lambda http: engine_class("llamacpp").served_as(http)).hidden_size == 128
 
 
 def test_routes_that_refuse_an_empty_body_exist(server: fake_server.FakeServer) -> None:

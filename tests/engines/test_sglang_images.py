@@ -62,7 +62,7 @@ async def pool_over(server: FakeServer) -> EnginePool:
         return ModelCheck("ok")
 
     async def guarded() -> GuardedEngine:
-        return await GuardedEngine.open(await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE), "sglang", look)
+        return await GuardedEngine.open(await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE), look)
 
     return await EnginePool.open({"one": guarded})
 

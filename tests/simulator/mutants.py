@@ -136,12 +136,12 @@ BLIND: dict[str, tuple[str, str, str]] = {
         'choice.finish_reason = choice.finish_reason or "abort"',
     ),
     "a call goes on after an abort without the ids before it": (
-        "gateway/_resuming.py",
+        "gateway/_sampling.py",
         "ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])",
         "ids = np.concatenate([ids, np.array(choice.ids[choice.part :], dtype=np.int32)])",
     ),
     "a call that goes on after an abort may sample all of max_tokens again": (
-        "gateway/_resuming.py",
+        "gateway/_sampling.py",
         "max_tokens=params.max_tokens - sampled,",
         "max_tokens=params.max_tokens,",
     ),

@@ -346,6 +346,17 @@ def test_torn_file_is_reported(directory: Path, kept: int) -> None:
     assert not verify(directory).ok
 
 
+@pytest.mark.parametrize(
+    ("where", "byte"), [(b"\4\0\0\0\0", 5), (b"TABLE sessions", 0x80)], ids=["number of the format", "schema"]
+)
+def test_damaged_header_and_schema_are_reported(directory: Path, where: bytes, byte: int) -> None:
+    path = directory / "tokentape.db"
+    content = bytearray(path.read_bytes())
+    content[content.index(where)] = byte
+    path.write_bytes(content)
+    assert not verify(directory).ok
+
+
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_bytes_leave_turns_intact_or_are_reported(

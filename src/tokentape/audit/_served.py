@@ -34,7 +34,8 @@ from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import ServedAs, process_start, served_as
+from tokentape.engines._identity import ServedAs, process_start
+from tokentape.engines._kinds import engine_class
 from tokentape.engines._scoring import server_scores
 from tokentape.engines._tokenizing import server_chat_ids, server_text, server_text_ids
 from tokentape.types import Message, TokenIds, Tool
@@ -110,7 +111,7 @@ async def serves_model(
     kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
 ) -> list[CheckResult]:
     """Compare a server with a model folder in all ways. If `expected` is given, the server must list that name."""
-    served = await served_as(kind, http)
+    served = await engine_class(kind).served_as(http)
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     if tokenizer.status == "ok":
         tokenizer = await _whole_vocabulary(kind, http, info.model, renderer, served)

@@ -88,14 +88,14 @@ class Escaper:
         self._part_lengths = sorted(set(map(len, self._heads | self._tails)))
         self._cached = lru_cache(4096)(self._escape)
 
-    def escape(self, text: str) -> str:
-        """Escape control tokens in `text`, and parts of them at its ends that adjacent text could complete.
+    def escape(self, text: str, *, ends: bool = True) -> str:
+        """Escape control tokens in `text`, and with `ends` parts of them at its ends that adjacent text could complete.
 
         Raises `InvalidRequest` if the text contains a lone surrogate.
         """
-        return self._cached(text) if len(text) <= _SHORT else self._escape(text)
+        return self._cached(text, ends) if len(text) <= _SHORT else self._escape(text, ends)
 
-    def _escape(self, text: str, *, ends: bool = True) -> str:
+    def _escape(self, text: str, ends: bool) -> str:
         if not text.isascii() and _SURROGATE.search(text):
             raise InvalidRequest("the text contains a lone surrogate, which is not valid Unicode", "messages")
         if "\\udb" in text:
@@ -136,9 +136,9 @@ class Escaper:
             escaped = {}
             for key, item in value.items():
                 made_up = keys == "any" or (keys == "schema" and key not in _SCHEMA_WORDS)
-                name = self.escape(str(key)) if made_up else self._escape_controls(str(key))
+                name = self.escape(str(key)) if made_up else self.escape(str(key), ends=False)
                 if key in ("role", "type") and isinstance(item, str) and not made_up:
-                    escaped[name] = self._escape_controls(item)
+                    escaped[name] = self.escape(item, ends=False)
                 else:
                     escaped[name] = self.escape_all(item, keys=_keys_below(key, keys))
             return escaped
@@ -150,9 +150,6 @@ class Escaper:
         """Escape template kwargs, but not words that become control tokens in brackets: templates compare these."""
         escaped = self.escape_all(kwargs)
         return {key: value.replace(_NOTHING, "") if isinstance(value, str) else value for key, value in escaped.items()}
-
-    def _escape_controls(self, text: str) -> str:
-        return self._cached(text, ends=False) if len(text) <= _SHORT else self._escape(text, ends=False)
 
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""

@@ -21,19 +21,19 @@ def choose(
     new_messages: Sequence[Message],
     setup: Setup,
     history: Sequence[Message],
-    system: bool | None = None,
+    name: str | None = None,
 ) -> Strategy:
     """Return the bridge strategy for `new_messages` after `history` and `reply`.
 
-    `system` says whether `history` has a system or developer message; if it is None, `history` is searched.
+    `name` is the continuation's name; if it is None, it is found from the messages and the history.
 
     If the certificate lacks the continuation, or if the new messages do not answer each call in `reply` or have fields
     that certificates do not cover, the strategy is determined from a few full renderings of this conversation.
     Raises `TemplateRefused` with the certificate's reason if the template does not accept the continuation.
     """
-    if system is None:
+    if name is None:
         system = any(message["role"] in ("system", "developer") for message in history)
-    name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
+        name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
     continuation = certificate.continuation(name)
     if renderer.is_external:
         if continuation is None:

@@ -174,7 +174,8 @@ class TemplateText:
         else:
             before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
-        reply = {**reply, "tool_calls": self._escaper.escape_all(_names_of_calls(reply))}
+        calls = [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
+        reply = {**reply, "tool_calls": self._escaper.escape_all(calls)}
         texts = texts_of(plain, self._escaper.unescape)
         refused = TemplateRefused("no new messages to continue with: send at least 1 message after the turn")
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
@@ -349,11 +350,6 @@ class TemplateText:
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: its "
                     "text would not reach the model. Send it in a different place or with a different role."
                 )
-
-
-def _names_of_calls(reply: Message) -> list[Message]:
-    """Return a message's calls with only their ids and names."""
-    return [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
 
 
 class _Probe(NamedTuple):

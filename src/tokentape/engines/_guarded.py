@@ -21,7 +21,7 @@ from tokentape.engines._base import (
     StartedCompletion,
 )
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import ServedAs, served_as
+from tokentape.engines._identity import ServedAs
 from tokentape.engines._remote import RemoteEngine
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
@@ -76,7 +76,6 @@ class GuardedEngine:
     def __init__(
         self,
         engine: RemoteEngine,
-        kind: str,
         look: Look,
         *,
         refuse: bool = True,
@@ -85,7 +84,6 @@ class GuardedEngine:
         self._engine = engine
         self.http = engine.http
         """The connections to the server."""
-        self._kind = kind
         self._look = look
         self._refuse = refuse
         self._weights_now = weights_now
@@ -100,12 +98,12 @@ class GuardedEngine:
         self._looking: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, engine: RemoteEngine, kind: str, look: Look, **options: Any) -> Self:
+    async def open(cls, engine: RemoteEngine, look: Look, **options: Any) -> Self:
         """Check the server and return the guarded engine.
 
         If the server serves a different model, close the engine and raise `InvalidRequest`.
         """
-        guarded = cls(engine, kind, look, **options)
+        guarded = cls(engine, look, **options)
         try:
             await guarded._look_again(guarded._seen)
             if guarded._refused:
@@ -206,7 +204,7 @@ class GuardedEngine:
         self._named_at = now
         try:
             async with asyncio.timeout(LOOK_SECONDS):
-                return await served_as(self._kind, self.http) != self._served
+                return await self._engine.served_as(self.http) != self._served
         except (EngineError, TimeoutError):
             return True
 
@@ -220,7 +218,7 @@ class GuardedEngine:
         mode = UNKNOWN_MODE if self._opened else self._engine.info.logprobs_mode
         try:
             async with asyncio.timeout(LOOK_SECONDS if self._opened else FIRST_LOOK_SECONDS):
-                self._served = await served_as(self._kind, self.http)
+                self._served = await self._engine.served_as(self.http)
                 check = await self._look(self.http, self._engine.info)
                 if self._opened:
                     mode = await self._engine.find_logprobs_mode()
@@ -231,13 +229,13 @@ class GuardedEngine:
         first, self._opened = not self._opened, True
         if mode != self.info.logprobs_mode:
             old = self.info.logprobs_mode
-            _log.warning("the logprobs mode of the %s server changed from %s to %s", self._kind, old, mode)
+            _log.warning("the logprobs mode of the %s server changed from %s to %s", self.info.name, old, mode)
         self.info = marked(replace(self._engine.info, logprobs_mode=mode), unverified=check.status != "ok")
         # `open` raises if the first check fails, so don't log that too.
         if check != self._last_check and not (first and self._refuse and check.status == "refused"):
             why = f": {check.reason}" if check.reason else ""
             level = logging.INFO if check.status == "ok" else logging.WARNING
-            _log.log(level, "the model of the %s server is %s%s", self._kind, _WORDS[check.status], why)
+            _log.log(level, "the model of the %s server is %s%s", self.info.name, _WORDS[check.status], why)
         self._last_check = check
 
 

@@ -59,11 +59,6 @@ class _Cards(msgspec.Struct):
     data: list[Card]
 
 
-class _ModelInfo(msgspec.Struct):
-    model_path: str | None = None
-    model_type: str | None = None
-
-
 async def served_cards(http: HttpClient, *, stage: Stage = "first_token") -> list[Card]:
     """Return the models that `/v1/models` lists, within the timeout of `stage`.
 
@@ -88,12 +83,9 @@ async def process_start(http: HttpClient) -> str | None:
     return match and match[1].decode()
 
 
-async def refuse_gateway(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> None:
-    """Raise `InvalidRequest` if the server is a Tokentape gateway, which would record the same calls again.
-
-    Otherwise raises like `served_as`.
-    """
-    if (await served_as(kind, http, stage=stage)).by_gateway:
+def refuse_gateway(served: ServedAs) -> None:
+    """Raise `InvalidRequest` if the server is a Tokentape gateway, which would record the same calls again."""
+    if served.by_gateway:
         raise InvalidRequest(
             "this is the URL of a Tokentape gateway, not of an engine; pass the engine's own URL", "engine_url"
         )
@@ -111,23 +103,14 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
     raise InvalidRequest(f"the engine does not serve {name}; it serves {served}: choose one of these", "model")
 
 
-async def served_as(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
-    """Return the facts from `/v1/models`, and from SGLang's `/model_info`, within the timeout of `stage`.
-
-    Raises `EngineError` or a subclass.
-    """
+async def listed_as(http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
+    """Return the facts from `/v1/models`, within the timeout of `stage`. Raises `EngineError` or a subclass."""
     listed = await served_cards(http, stage=stage)
     cards = [card for card in listed if card.parent is None]
-    more = _ModelInfo()
-    if kind == "sglang":
-        answer = await attempt(http.get("/model_info")) or await attempt(http.get("/get_model_info"))
-        more = decode(answer, _ModelInfo, "SGLang") if answer is not None else more
-    names = {card.id for card in cards} | {card.root for card in cards} | {more.model_path}
     return ServedAs(
         ids=frozenset(card.id for card in listed),
-        names=frozenset(name for name in names if name),
+        names=frozenset(name for card in cards for name in (card.id, card.root) if name),
         max_model_len=next((card.max_model_len for card in cards if card.max_model_len), None),
-        model_type=more.model_type,
         hidden_size=next((card.meta.n_embd for card in cards if card.meta is not None), None),
         by_gateway=any(card.owned_by == "tokentape" for card in listed),
     )

@@ -54,6 +54,7 @@ class LlamaCppEngine(RemoteEngine):
     which the server applies only within one reply, it yields a single delta.
     """
 
+    own_path = "/props"
     tokenize_api = TokenizeApi(
         text="content",
         special="add_special",

@@ -16,8 +16,9 @@ import numpy as np
 
 from tokentape.engines._base import EngineInfo, Images, PromptMedia, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines._checks import refuse_call
-from tokentape.engines._http import HttpClient, header_value
-from tokentape.engines._replies import DONE, EngineReply
+from tokentape.engines._http import HttpClient, Stage, header_value
+from tokentape.engines._identity import ServedAs, listed_as
+from tokentape.engines._replies import EngineReply
 from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
 from tokentape.engines._server_errors import hopeless
 from tokentape.engines._tokenizing import TokenizeApi
@@ -39,6 +40,8 @@ class RemoteEngine(ABC):
 
     tokenize_api: ClassVar[TokenizeApi | None] = None
     """How the server tokenizes texts and messages; None if it does not."""
+    own_path: ClassVar[str | None] = None
+    """A path that the other kinds of servers do not have; None if there is none."""
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
     """Path that ends a call with its last tokens and the finish_reason `abort`. If the server has no such path, pass no
@@ -117,6 +120,14 @@ class RemoteEngine(ABC):
 
         """
 
+    @classmethod
+    async def served_as(cls, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
+        """Return the facts that the server reports about its model, within the timeout of `stage`.
+
+        Override it if they are not at `/v1/models`, or not only there. Raises `EngineError` or a subclass.
+        """
+        return await listed_as(http, stage=stage)
+
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
         """Score `ids[start:]`, each id given all ids before it, with one request; see `Scorer.score`.
 
@@ -180,7 +191,7 @@ class RemoteEngine(ABC):
                             yield delta
             else:
                 reply.feed(await self.http.post(reply.path, body, headers))
-                reply.feed(DONE)
+                reply.done = True
             running = False
             yield reply.last()
         except (EngineUnavailable, InvalidRequest):

@@ -307,17 +307,18 @@ class EngineReply(ReceivedTokens, ABC):
     """Whether the reply must have the prompt ids, to compare with the ids sent."""
     _prompt_seen: bool = field(default=False, init=False)
     _ended: SampleDelta | None = field(default=None, init=False)
-    _done: bool = field(default=False, init=False)
+    done: bool = field(default=False, init=False)
+    """Whether the whole reply has been read: a stream up to its last event."""
 
     def feed(self, data: bytes) -> SampleDelta | None:
         """Read the next event, or the whole body of a reply that is not streamed.
 
         Return its tokens; None if it has no tokens or ends the completion (see `last`).
         """
-        if self._done:
+        if self.done:
             raise EngineContractError("the engine's reply continues after its end")
         if data == DONE:
-            self._done = True
+            self.done = True
             return None
         delta = self._read(data)
         if delta is not None and delta.finish_reason is not None:
@@ -349,7 +350,7 @@ class EngineReply(ReceivedTokens, ABC):
 
     def last(self) -> SampleDelta:
         """Return the delta that ended the completion. Raises `EngineError` if the reply is incomplete."""
-        if self._ended is None or not self._done:
+        if self._ended is None or not self.done:
             missing = "a finish_reason" if self._ended is None else "the event [DONE]"
             raise EngineError(
                 f"the engine's reply ended after {self.tokens} tokens without {missing}; send the request again"
@@ -360,7 +361,7 @@ class EngineReply(ReceivedTokens, ABC):
     def _read(self, data: bytes) -> SampleDelta | None:
         """Return the tokens of an event, with a `finish_reason` if it is the last event.
 
-        If the server sends no `[DONE]`, set `self._done` at its last event.
+        If the server's streams do not end with `[DONE]`, set `done` at the last event.
         """
 
     def _check_prompt(self, echoed: msgspec.Raw) -> None:

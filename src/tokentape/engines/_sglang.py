@@ -28,8 +28,8 @@ from tokentape.engines._base import (
     SamplingParams,
 )
 from tokentape.engines._distributions import truncates
-from tokentape.engines._http import HttpClient, attempt
-from tokentape.engines._identity import served_cards
+from tokentape.engines._http import HttpClient, Stage, attempt
+from tokentape.engines._identity import ServedAs, served_cards
 from tokentape.engines._remote import (
     RemoteEngine,
     any_id,
@@ -67,6 +67,7 @@ class SglangEngine(RemoteEngine):
     """
 
     tokenize_api = TokenizeApi(decoded="text", decoding={"skip_special_tokens": False})
+    own_path = "/get_server_info"  # vLLM in development mode also has `/server_info`
     _abort_path = "/abort_request"
 
     def __init__(
@@ -100,6 +101,17 @@ class SglangEngine(RemoteEngine):
         engine = cls(http, info, server, verify_prompt=verify_prompt)
         engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
         return engine
+
+    @classmethod
+    async def served_as(cls, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
+        """See `RemoteEngine.served_as`. `/model_info` has the path and the type of the model."""
+        listed = await super().served_as(http, stage=stage)
+        answer = await attempt(http.get("/model_info")) or await attempt(http.get("/get_model_info"))
+        if answer is None:
+            return listed
+        more = decode(answer, _SglangModelInfo, "SGLang")
+        names = listed.names | {more.model_path} if more.model_path else listed.names
+        return replace(listed, names=names, model_type=more.model_type)
 
     def close_session(self, session_id: str) -> None:
         """See `KeepsSessions`. The server evicts the caches of open sessions last."""
@@ -231,6 +243,8 @@ class _SglangServer(msgspec.Struct):
 
 
 class _SglangModelInfo(msgspec.Struct):
+    model_path: str | None = None
+    model_type: str | None = None
     preferred_sampling_params: dict[str, object] | str | None = None
     has_image_understanding: bool = False
 

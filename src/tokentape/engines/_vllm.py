@@ -102,6 +102,7 @@ class VllmEngine(RemoteEngine):
     _routes: ClassVar[tuple[Route, ...]] = ("generate", "completions")
     """The routes to try, in this order."""
     tokenize_api = TokenizeApi()
+    own_path = "/version"
     _abort_path = "/inference/v1/abort_requests"
 
     def __init__(self, http: HttpClient, info: EngineInfo, server: _VllmServer, *, verify_prompt: bool = False) -> None:

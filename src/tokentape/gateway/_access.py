@@ -26,7 +26,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import Forbidden
-from tokentape.gateway._http import error_response, unexpected
+from tokentape.gateway._http import unexpected
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import Attribute, Telemetry
 
@@ -179,28 +179,22 @@ class AccessMiddleware:
 
 
 class AllowedHosts:
-    """Answers 403 if a request's `Host`, or the host of the page that a browser sends it from, is not allowed.
+    """Raises `Forbidden` if a request's `Host`, or the host of the page that a browser sends it from, is not allowed.
 
     An attacker's page can reach 127.0.0.1 through its own host name (DNS rebinding), which shows in `Host`, or by a
-    cross-site request, which shows in `Origin`. Ports are ignored. `answer` returns the response to a refusal.
+    cross-site request, which shows in `Origin`. Ports are ignored.
     """
 
-    def __init__(
-        self, app: ASGIApp, hosts: Collection[str], answer: Callable[[Request, Forbidden], Response] | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app = app
-        self._answer = answer
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._allows(first_values(scope)):
-            await self._app(scope, receive, send)
-            return
-        refusal = Forbidden(
-            "this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts"
-        )
-        response = error_response(refusal) if self._answer is None else self._answer(Request(scope), refusal)
-        await response(scope, receive, send)
+        if scope["type"] == "http" and not self._allows(first_values(scope)):
+            raise Forbidden(
+                "this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts"
+            )
+        await self._app(scope, receive, send)
 
     def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
         host, origin = headers.get(b"host"), headers.get(b"origin")

@@ -79,7 +79,7 @@ def create_app(
 
     routes = _routes(gateway)
     app = Starlette(routes=routes, lifespan=lifespan)
-    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts, _answer_error)
+    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts)
     # Without starlette's own error middleware: `AccessMiddleware` answers all errors.
     app.middleware_stack = AccessMiddleware(served, routes, telemetry, drain, _answer_error)
     return app
@@ -87,7 +87,7 @@ def create_app(
 
 def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
     metrics, engine = turns.telemetry.metrics, turns.engine.info
-    metrics.follow(metrics.open_sessions, lambda: turns.open_sessions)
+    metrics.follow(metrics.open_sessions, lambda: len(turns.sessions))
     metrics.follow(metrics.store_healthy, lambda: turns.store.healthy)
     metrics.follow(metrics.model_verified, lambda: UNVERIFIED not in turns.engine.info.capabilities)
     metrics.follow(metrics.requests_in_flight, lambda: drain.requests.count)

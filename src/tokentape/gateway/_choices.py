@@ -158,19 +158,13 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefi
     return tuple(calls_with_ids)
 
 
-def sample_choices(
+async def sample_together(
     choices: Sequence[Choice], sample: Callable[[Choice], AsyncGenerator[TurnDelta, None]]
 ) -> AsyncGenerator[TurnDelta, None]:
     """Sample all `choices` concurrently with `sample`. Yield their deltas as they arrive.
 
     If a choice fails, the others are aborted and its error is raised. Closing the iterator aborts all choices.
     """
-    return sample(choices[0]) if len(choices) == 1 else _sample_all(choices, sample)
-
-
-async def _sample_all(
-    choices: Sequence[Choice], sample: Callable[[Choice], AsyncGenerator[TurnDelta, None]]
-) -> AsyncGenerator[TurnDelta, None]:
     events: asyncio.Queue[TurnDelta | None] = asyncio.Queue()
 
     async def run(choice: Choice) -> None:

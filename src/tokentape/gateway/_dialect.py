@@ -121,7 +121,8 @@ class Dialect:
     """
 
     path: str
-    """Path below a base URL, for example `/v1/chat/completions`, without placeholders."""
+    """Path below a base URL, for example `/v1/chat/completions`, without placeholders. An API with more paths has a
+    dialect for each."""
     summary: str
     """Name of the API in the OpenAPI document."""
     body: type[Struct]

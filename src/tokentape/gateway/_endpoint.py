@@ -23,7 +23,7 @@ from tokentape._session.messages import LazyMessages
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest
 from tokentape.gateway import _pins as pins
-from tokentape.gateway._access import first_values, request_log
+from tokentape.gateway._access import request_log
 from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway._http import (
@@ -142,11 +142,9 @@ class Endpoint:
         line, complete = request_log(request), False
         try:
             gateway.drain.refuse()
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in first_values(scope).items()}
-            caller = gateway.keys.caller(headers)
-            line.key = caller.owner
+            caller = gateway.caller(request)
             with gateway.turns.calls.track(caller.owner):
-                response = await self._answer(caller, request, headers)
+                response = await self._answer(caller, request)
                 if isinstance(response, EventStream):
                     # The call counts as in flight until its last event is sent.
                     await response(scope, receive, send)
@@ -160,7 +158,7 @@ class Endpoint:
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
 
-    async def _answer(self, caller: Caller, request: Request, sent: Mapping[str, str]) -> Response:
+    async def _answer(self, caller: Caller, request: Request) -> Response:
         turns, line = self.gateway.turns, request_log(request)
         data = await read_json_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
@@ -177,7 +175,7 @@ class Endpoint:
         span = body.span(count) if lazy else None
         if (id_in_body := self.dialect.session_of(parsed)) is not None:
             session_id = address(request, caller, id_in_body)
-        attempt = _attempt(sent, self.dialect.path, body, anonymous=session_id is None)
+        attempt = _attempt(request.headers, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
         context = RequestContext(
             line.session_id,
@@ -191,7 +189,7 @@ class Endpoint:
         decoded, fields = await self._decode(body, parsed, span, context)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
-        hint = sent.get(SESSION_HEADER.lower())
+        hint = request.headers.get(SESSION_HEADER)
         turn = replace(
             decoded.turn,
             **fields,
@@ -278,7 +276,7 @@ def address(request: Request, caller: Caller, id_in_body: str | None = None) -> 
 
 
 def _attempt(headers: Mapping[str, str], path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
-    key = headers.get(IDEMPOTENCY_HEADER.lower())
+    key = headers.get(IDEMPOTENCY_HEADER)
     if key is not None and not 0 < len(key) <= 256:
         raise InvalidRequest(f"{IDEMPOTENCY_HEADER} must have 1 to 256 characters", IDEMPOTENCY_HEADER)
     count = headers.get("x-stainless-retry-count", "0")

@@ -37,6 +37,9 @@ PROMPT: Message = {"role": "prompt"}
 
 CALL_PREFIX = "call_"
 
+_STRATEGIES: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
+"""From the cheapest to the last resort."""
+
 _QUICK = 4096
 """Maximum number of characters in new messages to render and tokenize on the event loop instead of in a thread."""
 
@@ -76,11 +79,6 @@ class Prompt(Struct, frozen=True):
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
     """Return the setup digest and the roles of the new messages, which mostly determine a bridge's strategy."""
     return (setup.digest, *[message["role"] for message in messages])
-
-
-def _least(*strategies: Strategy) -> Strategy:
-    order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
-    return max(strategies, key=order.index)
 
 
 def _from_root(point: ContinuationPoint, request: TurnRequest) -> ContinuationPoint:
@@ -147,7 +145,7 @@ class PromptBuilder:
         """From now on, use at best `strategy` for continuation `name` under the setup with digest `setup`."""
         if len(self._revoked) >= _KEPT_KINDS:
             self._revoked.pop(next(iter(self._revoked)))
-        self._revoked[setup, name] = _least(strategy, self._revoked.get((setup, name), "local"))
+        self._revoked[setup, name] = max(strategy, self._revoked.get((setup, name), "local"), key=_STRATEGIES.index)
         self._bridged.clear()
 
     def setup(self, session: Session, request: TurnRequest) -> Setup:
@@ -378,10 +376,10 @@ class PromptBuilder:
     def _bridge(self, request: TurnRequest, point: ContinuationPoint, parent: Turn, setup: Setup) -> Bridge:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
         new = point.new_messages
-        history = _before(request, point)
-        strategy = choose(self._renderer, certificate, parent.reply, new, setup, history, point.system)
         name = continuation_name(new, tools=bool(setup.tools), system=point.system)
-        return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
+        strategy = choose(self._renderer, certificate, parent.reply, new, setup, _before(request, point), name)
+        best = self._revoked.get((setup.digest, name), "local")
+        return Bridge(name, max(strategy, best, key=_STRATEGIES.index))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
         """Return the request's sampling parameters, with limited `max_tokens`, all stop ids, and the session's id.

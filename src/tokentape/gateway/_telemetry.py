@@ -87,12 +87,6 @@ class Telemetry:
         both.enter_context(timer)
         return both
 
-    def engine_stage(
-        self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]
-    ) -> AbstractContextManager[object]:
-        """Time the stage `engine`, and open its span."""
-        return self.stage("engine", None if self.spans is None else self.spans.inference(engine, prompt, choices))
-
     def failed(self, error: Exception) -> None:
         """Count a failed call."""
         self.metrics.failures.labels(error.code if isinstance(error, TokentapeError) else TokentapeError.code).inc()

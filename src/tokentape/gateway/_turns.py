@@ -28,7 +28,7 @@ from tokentape.engines._base import ChatServer, Engine, KeepsSessions, MediaEngi
 from tokentape.engines._distributions import truncates
 from tokentape.errors import CommitRace, EngineContractError, EngineError
 from tokentape.gateway._bridge_checks import BridgeChecks
-from tokentape.gateway._choices import Choice, Sample, ServerRenderedCall, sample_choices
+from tokentape.gateway._choices import Choice, Sample, ServerRenderedCall, sample_together
 from tokentape.gateway._events import InFlightCall, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
 from tokentape.gateway._pausing import Gate, Pausing
@@ -36,7 +36,7 @@ from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway._recording import Recorder, replayed
-from tokentape.gateway._resuming import CompletionSampler
+from tokentape.gateway._sampling import CompletionSampler
 from tokentape.gateway._session_cache import OpenSession, SessionCache, not_found
 from tokentape.gateway._telemetry import Telemetry
 from tokentape.gateway._unread import UnreadMarks
@@ -163,10 +163,6 @@ class Turns:
         if self._capture is not None or renderer.is_external:
             return True
         return name in renderer.template.variables
-
-    @property
-    def open_sessions(self) -> int:
-        return len(self.sessions)
 
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
         """Create a session. Raises `Conflict` if the id is in use, `LimitReached`, and like `Pins.with_session`."""
@@ -345,9 +341,13 @@ class Turns:
         try:
             if not choices[0].captured:
                 await self.gate.opened()
-            with self.telemetry.engine_stage(self.engine.info, prompt, choices):
+            spans = self.telemetry.spans
+            span = None if spans is None else spans.inference(self.engine.info, prompt, choices)
+            with self.telemetry.stage("engine", span):
                 asked_at: float | None = time.perf_counter()
-                async with stack, aclosing(sample_choices(choices, self._sampler.sample)) as deltas:
+                sample = self._sampler.sample
+                sampled = sample(choices[0]) if len(choices) == 1 else sample_together(choices, sample)
+                async with stack, aclosing(sampled) as deltas:
                     async for delta in deltas:
                         if asked_at is not None:
                             self.telemetry.metrics.first_token.observe(time.perf_counter() - asked_at)

@@ -20,7 +20,7 @@ from msgspec import Struct
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from tokentape.errors import StoreError, TokentapeError
+from tokentape.errors import StoreCorrupt, StoreError, TokentapeError
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ def explaining(explain: Callable[[DBAPIError], StoreFailure]) -> Iterator[None]:
     except DBAPIError as error:
         # Drop the driver's message: it may quote data that it could not decode.
         raise explain(error).error() from None
+    except UnicodeDecodeError:
+        # What SQLite says about a damaged schema quotes its bytes.
+        raise StoreCorrupt("the database is damaged; restore it from a backup or an archive") from None
 
 
 class _QueuedWork(Struct, frozen=True):

@@ -280,6 +280,8 @@ def explain(error: DBAPIError | sqlite3.Error) -> StoreFailure:
     code: int = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     name: str = getattr(cause, "sqlite_errorname", type(cause).__name__)
     failure = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "SQLite failed ({})")
+    if str(cause) == "unsupported file format":
+        failure = _DAMAGED  # this damage of the file's header has no code
     return replace(failure, message=failure.message.format(name))
 
 

@@ -393,7 +393,7 @@ def test_token_count_needs_and_creates_no_session(
     client = connect(gateway_url)
     messages: Any = [{"role": "user", "content": "word " * 4000}]
     assert client.messages.count_tokens(model="any", messages=messages).input_tokens > engine.info.max_context
-    assert turns.open_sessions == 0
+    assert len(turns.sessions) == 0
 
 
 def test_async_client_takes_concurrent_turns(gateway_url: str, store: SqliteStore) -> None:

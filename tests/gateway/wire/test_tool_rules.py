@@ -15,7 +15,7 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.wire.test_client_defaults import IGNORED, USER, Served
 from tokentape.chat._renderer import Renderer
-from tokentape.gateway._resuming import resume_obstacle
+from tokentape.gateway._sampling import resume_obstacle
 from tokentape.store import SqliteStore
 from tokentape.types import TokenDistribution
 

@@ -1,4 +1,4 @@
-"""Resume completions that the engine aborts, with further engine calls.
+"""Sample completions, each with one engine call, or with further calls after the engine aborts one.
 
 An engine may end its calls with `abort` when its weights change. The gateway then sends the ids sampled so far as
 context and samples the rest. Some parameters would change the distribution of the rest: `resume_obstacle` returns such

@@ -21,7 +21,7 @@ from tokentape.errors import EngineAborted, EngineError, EngineUnavailable
 from tokentape.gateway._app import create_app
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest
 from tokentape.gateway._limits import Limits, OnAbort
-from tokentape.gateway._resuming import SplitStopFinder, rest_params, resume_obstacle
+from tokentape.gateway._sampling import SplitStopFinder, rest_params, resume_obstacle
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
@@ -205,7 +205,7 @@ class Caller:
         limits = Limits(resumes=resumes)
         turns = Turns(engine, engine.renderer, self.store, on_abort=on_abort, limits=limits, payloads=payloads)
         text, error = asyncio.run(take(turns, sampling, n=n, stream=stream, session=session))
-        return Call(list(self.store.load_session(session).turns) if turns.open_sessions else [], text, error, session)
+        return Call(list(self.store.load_session(session).turns) if len(turns.sessions) else [], text, error, session)
 
 
 @pytest.fixture
@@ -392,7 +392,7 @@ def test_logprob_kind_is_unknown_after_a_server_changes_its_mode(
 def test_paused_engine_is_retried_until_it_resumes(
     call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokentape.gateway._resuming._RETRY_SECONDS", 0)
+    monkeypatch.setattr("tokentape.gateway._sampling._RETRY_SECONDS", 0)
     engine = Interrupted(renderer, ids, [3], refuses=[EngineUnavailable("paused")] * 2)
     turn = call(engine).turn
     assert (turn.completion_ids.tolist(), len(engine.requests)) == (ids, 4)
