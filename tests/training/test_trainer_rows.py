@@ -40,6 +40,13 @@ def test_set_advantages_are_kept_and_missing_ones_are_computed(trainer: str) -> 
 
 
 @pytest.mark.parametrize("trainer", WITH_ADVANTAGES)
+def test_computed_advantages_are_not_divided_by_a_standard_deviation(trainer: str) -> None:
+    samples = [replace(sample, columns={}) for sample in two_branches()]
+    better = [replace(sample, session_id="better", reward=4.0) for sample in samples]
+    assert advantages(trainer, samples + better) == [[-1.5, 0], [-1.5, 0], [0, 1.5], [0, 1.5]]
+
+
+@pytest.mark.parametrize("trainer", WITH_ADVANTAGES)
 def test_advantages_of_some_samples_only_are_refused(trainer: str) -> None:
     first, second = two_branches()
     with pytest.raises(InvalidRequest, match="1 of 2 samples have no column"):

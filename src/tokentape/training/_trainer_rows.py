@@ -24,8 +24,8 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
     """Return the export for `trainer`, a name in `TRAINERS`, as one row per sample; for Agent Lightning one per turn.
 
     Rows of a group follow each other. The lists over samples that SkyRL and TRL use are split into rows. If a trainer
-    needs advantages and no sample has them, they are computed by `group_advantages`. Raises `InvalidRequest` as the
-    exports do, for a trainer that has no row format, and if only some samples have advantages.
+    needs advantages and no sample has them, they are the reward minus the mean of its group. Raises `InvalidRequest` as
+    the exports do, for a trainer that has no row format, and if only some samples have advantages.
     """
     _refuse_several_runs(trainer, samples)
     if trainer in WITH_ADVANTAGES:
@@ -36,7 +36,8 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
                 f"{without[0].session_id!r}: attach it to all, or to none to have them computed from rewards",
                 "advantages",
             )
-        samples = group_advantages(samples) if without else samples
+        # Without a scale, as both trainers compute them.
+        samples = group_advantages(samples, scale=False) if without else samples
     numbers = {name: number for number, name in enumerate(dict.fromkeys(map(exports.group_or_session, samples)))}
     # slime, SkyRL and TRL take neighboring rows for a group; sessions of several groups are recorded at the same time.
     samples = sorted(samples, key=lambda sample: numbers[exports.group_or_session(sample)])
