@@ -85,6 +85,10 @@ def test_rows_of_a_group_follow_each_other(names: tuple[str, str]) -> None:
     assert exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["non_tensors"]["uid"].tolist()[0] == names[0]
 
 
+def test_trl_rows_name_their_session() -> None:
+    assert [row["session_id"] for row in trainer_rows("trl", two_branches())] == ["s", "s"]
+
+
 @pytest.mark.parametrize("trainer", ["trl", "verl", "slime", "miles", "skyrl", "nemo-rl", "agent-lightning"])
 def test_rows_of_several_temperatures_are_refused_if_a_run_has_one(trainer: str) -> None:
     at = [

@@ -44,7 +44,10 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
     groups = [exports.group_or_session(sample) for sample in samples]
     match trainer:
         case "trl":
-            return list(_apart(exports.trl_rollouts(samples) | {"reward": [sample.reward for sample in samples]}))
+            # TRL takes one row per rollout: the session's id shows which rows are branches of one.
+            names = ("reward", "session_id")
+            named = {name: [getattr(sample, name) for sample in samples] for name in names}
+            return list(_apart(exports.trl_rollouts(samples) | named))
         case "skyrl":
             return list(_apart(exports.skyrl_generator_output(samples)))
         case "verl":
