@@ -21,7 +21,13 @@ from tokentape.cli.export import Trainer
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._samples import Sample
-from tokentape.training._trainer_rows import WITH_ADVANTAGES, accepted_rows, trainer_rows, write_trainer_rows
+from tokentape.training._trainer_rows import (
+    WITH_ADVANTAGES,
+    accepted_rows,
+    iter_trainer_rows,
+    trainer_rows,
+    write_trainer_rows,
+)
 
 
 def advantages(trainer: str, samples: list[Sample]) -> list[Any]:
@@ -83,6 +89,13 @@ def test_rows_of_a_group_follow_each_other(names: tuple[str, str]) -> None:
     assert [trajectory["instance_id"] for trajectory in ids] == [names[0]] * 4 + [names[1]] * 4
     assert [trajectory["repetition_id"] for trajectory in ids] == [0, 0, 1, 1] * 2
     assert exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["non_tensors"]["uid"].tolist()[0] == names[0]
+
+
+def test_a_row_is_made_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Mock(wraps=exports.verl_agent_loop_output)
+    monkeypatch.setattr(exports, "verl_agent_loop_output", built)
+    next(iter_trainer_rows("verl", two_branches()))
+    assert built.call_count == 1
 
 
 def test_trl_rows_name_their_session() -> None:
