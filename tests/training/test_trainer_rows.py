@@ -91,6 +91,12 @@ def test_rows_of_a_group_follow_each_other(names: tuple[str, str]) -> None:
     assert exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["non_tensors"]["uid"].tolist()[0] == names[0]
 
 
+def test_groups_are_not_environments_of_prime_rl() -> None:
+    first, second = two_branches()
+    rows = trainer_rows("prime-rl", [first, replace(second, group="all")])  # prime-rl refuses this name
+    assert [row["env_name"] for row in rows] == ["tokentape", "tokentape"]
+
+
 def test_a_row_is_made_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     built = Mock(wraps=exports.verl_agent_loop_output)
     monkeypatch.setattr(exports, "verl_agent_loop_output", built)

@@ -175,7 +175,7 @@ def export(
 
 _PATIENCE = 60.0
 
-_GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl")
+_GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl")
 """Formats with a group name in each row."""
 
 _SHOWN = 5

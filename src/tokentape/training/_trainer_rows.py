@@ -68,7 +68,8 @@ def iter_trainer_rows(trainer: str, samples: Sequence[Sample]) -> Iterator[dict[
             for sample, group in zip(samples, groups, strict=True):
                 yield exports.nemo_rl_datum(sample, numbers[group], tensors=False)
         case "prime-rl":
-            yield from map(exports.prime_rl_training_sample, samples, groups)
+            # prime-rl logs metrics per environment. With a group's name they would be metrics per prompt.
+            yield from (exports.prime_rl_training_sample(sample, "tokentape") for sample in samples)
         case "tinker":
             yield from map(exports.tinker_datum, samples)
         case "agent-lightning":
