@@ -237,6 +237,7 @@ def test_a_trainer_s_count_is_of_the_rows(run: Run, data_dir: Path, tmp_path: Pa
 def test_missing_trainer_inputs_leave_no_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "skyrl")
     assert (done.exit_code, "session 'plain' has no reward" in done.stderr) == (1, True)
+    assert "Pass --skip-refused" in done.stderr
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "jsonl", "--group", "task")
     assert (done.exit_code, "--group works only with" in done.stderr) == (1, True)
     assert not (tmp_path / "t.jsonl").exists()

@@ -42,6 +42,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logprobs as text": ("logprobs", lambda values: list(map(str, values))),
     "infinite logprobs": ("logprobs", lambda values: [-np.inf] * len(values)),
     "a mask of numbers": ("loss_mask", lambda values: [int(number) for number in values]),
+    "a mask shifted by one token": ("loss_mask", lambda values: [*values[1:], False]),
     "an unknown provenance": ("provenance", lambda values: [99] * len(values)),
     "a completion beyond the end": ("completion_ends", lambda values: [7]),
     "a completion that ends before it starts": ("completion_ends", lambda values: [2]),

@@ -39,12 +39,13 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
     sampled_from = tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns)))
     logprobs_of = tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns)))
     bounds = np.sort(draw(arrays(np.int32, 2 * turns, elements=st.integers(0, tokens))))
+    provenance = draw(arrays(np.uint8, tokens, elements=st.sampled_from([int(code) for code in Provenance])))
     return Trajectory(
         session_id=draw(names),
         leaf=draw(st.integers(0, 2**31 - 1)),
         token_ids=draw(arrays(np.int32, tokens, elements=st.integers(0, 2**31 - 1))),
-        provenance=draw(arrays(np.uint8, tokens, elements=st.sampled_from([int(code) for code in Provenance]))),
-        loss_mask=draw(arrays(np.bool_, tokens)),
+        provenance=provenance,
+        loss_mask=draw(arrays(np.bool_, tokens)) & (provenance == Provenance.SAMPLED),
         logprobs=draw(arrays(np.float32, tokens, elements=logprobs)),
         turns=tuple(draw(st.lists(st.integers(0, 2**31 - 1), min_size=turns, max_size=turns))),
         completion_starts=bounds[::2],

@@ -21,7 +21,13 @@ from tokentape.cli.export import Trainer
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._samples import Sample
-from tokentape.training._trainer_rows import WITH_ADVANTAGES, accepted_rows, trainer_rows, write_trainer_rows
+from tokentape.training._trainer_rows import (
+    WITH_ADVANTAGES,
+    accepted_rows,
+    iter_trainer_rows,
+    trainer_rows,
+    write_trainer_rows,
+)
 
 
 def advantages(trainer: str, samples: list[Sample]) -> list[Any]:
@@ -37,6 +43,13 @@ def test_set_advantages_are_kept_and_missing_ones_are_computed(trainer: str) -> 
     samples = two_branches()
     assert advantages(trainer, samples) == [[0, 0.5], [0, 0.5]]
     assert advantages(trainer, [replace(sample, columns={}) for sample in samples]) == [[0], [0]]
+
+
+@pytest.mark.parametrize("trainer", WITH_ADVANTAGES)
+def test_computed_advantages_are_not_divided_by_a_standard_deviation(trainer: str) -> None:
+    samples = [replace(sample, columns={}) for sample in two_branches()]
+    better = [replace(sample, session_id="better", reward=4.0) for sample in samples]
+    assert advantages(trainer, samples + better) == [[-1.5, 0], [-1.5, 0], [0, 1.5], [0, 1.5]]
 
 
 @pytest.mark.parametrize("trainer", WITH_ADVANTAGES)
@@ -76,6 +89,23 @@ def test_rows_of_a_group_follow_each_other(names: tuple[str, str]) -> None:
     assert [trajectory["instance_id"] for trajectory in ids] == [names[0]] * 4 + [names[1]] * 4
     assert [trajectory["repetition_id"] for trajectory in ids] == [0, 0, 1, 1] * 2
     assert exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["non_tensors"]["uid"].tolist()[0] == names[0]
+
+
+def test_groups_are_not_environments_of_prime_rl() -> None:
+    first, second = two_branches()
+    rows = trainer_rows("prime-rl", [first, replace(second, group="all")])  # prime-rl refuses this name
+    assert [row["env_name"] for row in rows] == ["tokentape", "tokentape"]
+
+
+def test_a_row_is_made_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Mock(wraps=exports.verl_agent_loop_output)
+    monkeypatch.setattr(exports, "verl_agent_loop_output", built)
+    next(iter_trainer_rows("verl", two_branches()))
+    assert built.call_count == 1
+
+
+def test_trl_rows_name_their_session() -> None:
+    assert [row["session_id"] for row in trainer_rows("trl", two_branches())] == ["s", "s"]
 
 
 @pytest.mark.parametrize("trainer", ["trl", "verl", "slime", "miles", "skyrl", "nemo-rl", "agent-lightning"])

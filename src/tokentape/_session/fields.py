@@ -215,6 +215,10 @@ class Layout:
         starts, ends = attributes["completion_starts"], attributes["completion_ends"]
         if (starts > ends).any() or (ends > tokens).any():
             raise ValueError(f"a completion ends before its start, or after the last of {tokens} tokens")
+        # A trained token that was not sampled, as in samples of supervised fine-tuning, has no logprob.
+        recorded = attributes["loss_mask"] & np.isfinite(attributes["logprobs"])
+        if (wrong := recorded & (attributes["provenance"] != Provenance.SAMPLED)).any():
+            raise ValueError(f"loss_mask trains token {wrong.argmax()}, which was not sampled")
         return self.record(**attributes, columns=columns, payloads=payloads)
 
 

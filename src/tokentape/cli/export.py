@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +27,7 @@ from tokentape.store import Store, StoredSession, open_record
 from tokentape.store._location import refuse_output
 from tokentape.store._reads import ExportCounts, exported
 from tokentape.training._samples import Sample, assemble, group_name
-from tokentape.training._trainer_rows import accepted_rows, trainer_rows, write_trainer_rows
+from tokentape.training._trainer_rows import accepted_rows, iter_trainer_rows, write_trainer_rows
 from tokentape.types import Trajectory
 
 Trainer: TypeAlias = Literal[
@@ -139,8 +140,9 @@ def export(
             elif file_format == "parquet":
                 write_parquet(trajectories, file, extra)
             else:
-                samples, rows, refused = _for_trainer(file_format, trajectories, group, skip_refused=skip_refused)
-                write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
+                with _advice(skip_refused):
+                    samples, rows, refused = _for_trainer(file_format, trajectories, group, skip_refused=skip_refused)
+                    write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
                 counts = replace(
                     counts,
                     trajectories=len(samples),
@@ -173,7 +175,7 @@ def export(
 
 _PATIENCE = 60.0
 
-_GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl")
+_GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl")
 """Formats with a group name in each row."""
 
 _SHOWN = 5
@@ -198,7 +200,7 @@ def _grouped(trajectories: Iterable[Trajectory], group: str | None, refused: dic
 
 def _for_trainer(
     trainer: str, trajectories: Iterable[Trajectory], group: str | None, *, skip_refused: bool
-) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
+) -> tuple[Sequence[Sample], Iterable[dict[str, Any]], dict[str, str]]:
     """Return the samples and rows for a trainer, and why sessions were skipped, by session id."""
     refused: dict[str, str] = {}
     if skip_refused:
@@ -206,14 +208,20 @@ def _for_trainer(
             trainer, assemble(_grouped(trajectories, group, refused), group=group).samples
         )
         return samples, rows, refused | failures
+    samples = assemble(trajectories, group=group).samples
+    # A row takes many times the memory of its sample, so it is made when it is written.
+    return samples, iter_trainer_rows(trainer, samples), refused
+
+
+@contextmanager
+def _advice(skip_refused: bool) -> Iterator[None]:
+    """Add the option that leaves out refused sessions to errors about one."""
     try:
-        samples = assemble(trajectories, group=group).samples
-        return samples, trainer_rows(trainer, samples), refused
+        yield
     except InvalidRequest as error:
-        if error.param not in ("samples", "group"):
+        if skip_refused or error.param not in ("samples", "group"):
             raise
-        advice = "Pass --skip-refused to leave out such sessions"
-        raise InvalidRequest(f"{error}. {advice}", error.param) from None
+        raise InvalidRequest(f"{error}. Pass --skip-refused to leave out such sessions", error.param) from None
 
 
 def _filter_for(verdicts: Iterable[str]) -> str:

@@ -371,7 +371,9 @@ def column_of(sample: Sample, name: str) -> TokenValues:
 def reward_of(sample: Sample) -> float:
     """Return a sample's reward. Raises `InvalidRequest` if it has no reward."""
     if sample.reward is None:
-        raise InvalidRequest(f"session {sample.session_id!r} has no reward; set one, or leave the session out")
+        raise InvalidRequest(
+            f"session {sample.session_id!r} has no reward; set one, or leave the session out", "samples"
+        )
     return sample.reward
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,11 +113,14 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
     return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
 
 
-def refuse_supports_in_some(rows: Sequence[dict[str, Any]]) -> None:
-    """Raise `InvalidRequest` if only some of slime's or Miles' rows have supports."""
-    fields = {"rollout_sampling_mask", "rollout_top_p_token_ids"}
-    if len({fields.isdisjoint(row) for row in rows}) > 1:
-        raise InvalidRequest(_ALL_OR_NONE, "supports")
+def alike_in_supports(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield slime's or Miles' rows. Raises `InvalidRequest` if only some of them have supports."""
+    fields, lacking = {"rollout_sampling_mask", "rollout_top_p_token_ids"}, set()
+    for row in rows:
+        lacking.add(fields.isdisjoint(row))
+        if len(lacking) > 1:
+            raise InvalidRequest(_ALL_OR_NONE, "supports")
+        yield row
 
 
 _ALL_OR_NONE = (

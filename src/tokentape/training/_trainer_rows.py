@@ -21,11 +21,16 @@ WITH_ADVANTAGES = ("prime-rl", "tinker")
 
 
 def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the export for `trainer`, a name in `TRAINERS`, as one row per sample; for Agent Lightning one per turn.
+    """Return the rows of `iter_trainer_rows`."""
+    return list(iter_trainer_rows(trainer, samples))
+
+
+def iter_trainer_rows(trainer: str, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    """Yield the export for `trainer`, a name in `TRAINERS`, as one row per sample; for Agent Lightning one per turn.
 
     Rows of a group follow each other. The lists over samples that SkyRL and TRL use are split into rows. If a trainer
-    needs advantages and no sample has them, they are computed by `group_advantages`. Raises `InvalidRequest` as the
-    exports do, for a trainer that has no row format, and if only some samples have advantages.
+    needs advantages and no sample has them, they are the reward minus the mean of its group. Raises `InvalidRequest` as
+    the exports do, for a trainer that has no row format, and if only some samples have advantages.
     """
     _refuse_several_runs(trainer, samples)
     if trainer in WITH_ADVANTAGES:
@@ -36,37 +41,44 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
                 f"{without[0].session_id!r}: attach it to all, or to none to have them computed from rewards",
                 "advantages",
             )
-        samples = group_advantages(samples) if without else samples
+        # Without a scale, as both trainers compute them.
+        samples = group_advantages(samples, scale=False) if without else samples
     numbers = {name: number for number, name in enumerate(dict.fromkeys(map(exports.group_or_session, samples)))}
     # slime, SkyRL and TRL take neighboring rows for a group; sessions of several groups are recorded at the same time.
     samples = sorted(samples, key=lambda sample: numbers[exports.group_or_session(sample)])
     groups = [exports.group_or_session(sample) for sample in samples]
     match trainer:
         case "trl":
-            return list(_apart(exports.trl_rollouts(samples) | {"reward": [sample.reward for sample in samples]}))
+            # TRL takes one row per rollout: the session's id shows which rows are branches of one.
+            names = ("reward", "session_id")
+            named = {name: [getattr(sample, name) for sample in samples] for name in names}
+            yield from _apart(exports.trl_rollouts(samples) | named)
         case "skyrl":
-            return list(_apart(exports.skyrl_generator_output(samples)))
+            yield from _apart(exports.skyrl_generator_output(samples))
         case "verl":
-            return [exports.verl_agent_loop_output(sample) for sample in samples]
+            yield from map(exports.verl_agent_loop_output, samples)
         case "slime" | "miles":
             # Miles reads supports from a field of its own.
             sampling_mask = dict if trainer == "miles" else None
-            rows = [
+            yield from replays.alike_in_supports(
                 exports.slime_sample(sample, n, numbers[groups[n]], sampling_mask=sampling_mask)
                 for n, sample in enumerate(samples)
-            ]
-            replays.refuse_supports_in_some(rows)
-            return rows
+            )
         case "nemo-rl":
-            indices = [numbers[group] for group in groups]
-            return [exports.nemo_rl_datum(*pair, tensors=False) for pair in zip(samples, indices, strict=True)]
+            for sample, group in zip(samples, groups, strict=True):
+                yield exports.nemo_rl_datum(sample, numbers[group], tensors=False)
         case "prime-rl":
-            return [exports.prime_rl_training_sample(sample, groups[n]) for n, sample in enumerate(samples)]
+            # prime-rl logs metrics per environment. With a group's name they would be metrics per prompt.
+            yield from (exports.prime_rl_training_sample(sample, "tokentape") for sample in samples)
         case "tinker":
-            return [exports.tinker_datum(sample) for sample in samples]
+            yield from map(exports.tinker_datum, samples)
         case "agent-lightning":
-            return [triplet for sample in samples for triplet in exports.agent_lightning_triplets(sample)]
-    raise InvalidRequest(f"{trainer!r} has no row format; use its function in `tokentape.training.exports`", "trainer")
+            for sample in samples:
+                yield from exports.agent_lightning_triplets(sample)
+        case _:
+            raise InvalidRequest(
+                f"{trainer!r} has no row format; use its function in `tokentape.training.exports`", "trainer"
+            )
 
 
 def _refuse_several_runs(trainer: str, samples: Sequence[Sample]) -> None:
