@@ -22,7 +22,7 @@ from tests.store.test_schema import with_migrations
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
 from tokentape.store import verify
 from tokentape.store._gateways import change_gate, gate_state
-from tokentape.store._postgres import PostgresStore, _url, is_url, without_password
+from tokentape.store._postgres import PostgresStore, _url, is_url, try_opening, without_password
 from tokentape.types import Reward, SessionInfo
 
 run = asyncio.run
@@ -228,6 +228,19 @@ def test_an_older_database_is_migrated_and_a_newer_one_refused(
 
 def _add_note(connection: Any) -> None:
     connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
+
+
+def test_trying_to_open_creates_no_tables(url: str) -> None:
+    try_opening(url, "FULL")
+    with pytest.raises(StoreCorrupt, match="empty"):
+        PostgresStore.open(url, read_only=True)
+
+
+def test_trying_to_open_migrates_nothing(store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        with_migrations(patched, _add_note)
+        try_opening(url, "FULL")
+    PostgresStore.open(url).close()
 
 
 def test_failed_migration_leaves_the_database_unchanged(

@@ -79,9 +79,7 @@ class PostgresStore(Store):
                 writer = _writing_engine(address, synchronous)
                 connection = undo.enter_context(connect(writer))
                 with explained(), connection.begin():
-                    _refuse_unsafe(connection, synchronous)
-                    _claim(connection, [None])
-                    schema.prepare(connection)
+                    _prepare(connection, synchronous)
                 commits = CommitQueue(connection, explain, lambda _: None, claim=_claim)
                 undo.callback(commits.close)
             readers = reading_engine(address)
@@ -116,6 +114,20 @@ class PostgresStore(Store):
             connection.execute(schema.meta.insert().values(key=_SERVED_MODEL, value=value))
 
         await self.transact(note, again=note)
+
+
+def try_opening(url: str, synchronous: Durability) -> None:
+    """Open the database as `PostgresStore.open` does, then undo its changes. Raises like it."""
+    with connect(_writing_engine(_url(url), synchronous)) as connection, explained():
+        # Closing the connection rolls the transaction back.
+        connection.begin()
+        _prepare(connection, synchronous)
+
+
+def _prepare(connection: Connection, synchronous: Durability) -> None:
+    _refuse_unsafe(connection, synchronous)
+    _claim(connection, [None])
+    schema.prepare(connection)
 
 
 def explain(error: DBAPIError) -> StoreFailure:
