@@ -22,7 +22,15 @@ from tests.store.test_schema import with_migrations
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
 from tokentape.store import verify
 from tokentape.store._gateways import change_gate, gate_state
-from tokentape.store._postgres import PostgresStore, _url, is_url, try_opening, without_password
+from tokentape.store._postgres import (
+    PostgresStore,
+    _url,
+    explained,
+    is_url,
+    reading_engine,
+    try_opening,
+    without_password,
+)
 from tokentape.types import Reward, SessionInfo
 
 run = asyncio.run
@@ -228,6 +236,13 @@ def test_an_older_database_is_migrated_and_a_newer_one_refused(
 
 def _add_note(connection: Any) -> None:
     connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
+
+
+def test_the_log_has_the_reason_for_a_refused_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = reading_engine(make_url(url).set(username="no-user").render_as_string(hide_password=False))
+    with pytest.raises(StoreUnavailable), explained(), engine.connect():
+        pass
+    assert 'role "no-user" does not exist' in caplog.text
 
 
 def test_trying_to_open_creates_no_tables(url: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -38,6 +39,7 @@ LOCK_SECONDS = 30
 """How long to wait for other writers' locks, and how long an idle transaction may keep its locks."""
 
 _SERVED_MODEL = "served_model"
+_log = logging.getLogger(__name__)
 _IS_POSTGRES = ("postgresql", "postgres")
 
 
@@ -139,6 +141,8 @@ def explain(error: DBAPIError) -> StoreFailure:
     if failure := _FAILURES.get(state):
         return failure
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
+        # Only for the log: libpq's reason has the server's address, but never a password.
+        _log.warning("the database server can't be used: %s", _reason(error))
         what = "the database server can't be reached or has closed the connection; try again"
         return StoreFailure(StoreUnavailable, what, lost=True)
     return StoreFailure(StoreError, f"the database refused the operation (SQLSTATE {state})")
@@ -169,8 +173,11 @@ def connect(engine: Engine) -> Connection:
         return engine.connect()
     except DBAPIError as error:
         # The error has no SQLSTATE, so `explain` can't tell a wrong password from a server that is down.
-        reason = str(error.orig).strip().partition("\n")[0]
-        raise StoreUnavailable(f"the database can't be opened: {reason}") from None
+        raise StoreUnavailable(f"the database can't be opened: {_reason(error)}") from None
+
+
+def _reason(error: DBAPIError) -> str:
+    return str(error.orig).strip().partition("\n")[0]
 
 
 def reading_engine(url: str | URL) -> Engine:
