@@ -36,7 +36,11 @@ RECORD_LOCK = 0x746F6B656E746170
 """The advisory lock for the whole record, `tokentap` in ASCII. Transactions that change sessions share it."""
 
 LOCK_SECONDS = 30
-"""How long to wait for other writers' locks, and how long an idle transaction may keep its locks."""
+"""How long to wait for other writers' locks."""
+
+_IDLE_SECONDS = 5
+"""How long an idle transaction may keep its locks. A gateway that is frozen in a transaction blocks all others so long,
+and their heartbeats are late after 8 s."""
 
 _SERVED_MODEL = "served_model"
 _log = logging.getLogger(__name__)
@@ -193,7 +197,7 @@ def _writing_engine(url: URL, synchronous: Durability) -> Engine:
     # Set per transaction, because the connection may come from a pooler. All settings take one round trip.
     begin = (
         f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
-        f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS}s'; "
+        f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'; "
         + ("SET LOCAL synchronous_commit = off" if synchronous == "NORMAL" else "")
     )
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
