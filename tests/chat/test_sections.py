@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,26 @@ def test_text_in_sections_has_the_ids_of_the_whole(family: str) -> None:
         assert_like_whole(tokenizer, marked)
 
     check()
+
+
+@pytest.mark.parametrize("method", ["encode_marked", "encode_plain"])
+def test_other_threads_run_while_a_long_text_is_encoded(method: str) -> None:
+    encode = getattr(load_tokenizer("qwen3"), method)
+    wakes = [time.perf_counter()]
+    ended = threading.Event()
+
+    def wake() -> None:
+        while not ended.wait(0.001):
+            wakes.append(time.perf_counter())
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    began = time.perf_counter()
+    encode("a" * 1_000_000)
+    seconds = time.perf_counter() - began
+    ended.set()
+    thread.join()
+    assert max(np.diff([*wakes, time.perf_counter()])) < seconds / 2
 
 
 @pytest.mark.usefixtures("short")

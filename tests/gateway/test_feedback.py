@@ -8,11 +8,17 @@ import httpx2
 import numpy as np
 import pytest
 
+from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_sessions import USER, take_turn, two_branches
 from tokentape._session.jsonl import trajectory_from_json
+from tokentape.chat._renderer import Renderer
 from tokentape.errors import StoreError
 from tokentape.gateway import _sessions as feedback
+from tokentape.gateway._app import create_app
+from tokentape.gateway._keys import Keys
 from tokentape.gateway._openapi import BINARY
+from tokentape.gateway._serve import running
+from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import Trajectory
 
@@ -34,6 +40,14 @@ def trajectories(http: httpx2.Client) -> list[Trajectory]:
 def sizes(http: httpx2.Client, turn: int) -> tuple[int, int]:
     shown = http.get("/sessions/s").json()["turns"][turn]
     return shown["added_tokens"], shown["sampled_tokens"]
+
+
+@pytest.mark.parametrize("path", ["reward", "columns"])
+def test_the_key_is_checked_before_the_body_is_read(renderer: Renderer, store: SqliteStore, path: str) -> None:
+    keys = Keys({"team": "team-secret-0123456789"})
+    app = create_app(Turns(ScriptedEngine(renderer, []), renderer, store), model_id="m", keys=keys)
+    with running(app) as url:
+        assert httpx2.post(f"{url}/sessions/s/{path}", content=b"{").status_code == 401
 
 
 # Rewards

@@ -126,6 +126,22 @@ def test_sessions_that_grew_are_kept_and_named(http: httpx2.Client) -> None:
     take_turn(http, "t", [USER])
 
 
+def test_a_drop_that_has_ended_can_be_repeated(http: httpx2.Client) -> None:
+    taken = take(http)
+    take_turn(http, "t", [USER, {"role": "assistant", "content": "?"}, USER])
+    report = confirm(http, taken, drop_sessions=True)
+    assert http.delete("/snapshots/1?drop_sessions=true").json() == report
+
+
+def test_a_released_snapshot_deletes_nothing(http: httpx2.Client) -> None:
+    take(http)
+    http.delete("/snapshots/1")
+    report = http.delete("/snapshots/1?drop_sessions=true").json()
+    reason = "the snapshot was released"
+    assert report["kept"] == [{"session_id": session_id, "reason": reason} for session_id in ("s", "t")]
+    assert len(http.get("/sessions").json()["data"]) == 2
+
+
 def test_a_released_snapshot_holds_nothing(http: httpx2.Client) -> None:
     take(http)
     assert http.delete("/snapshots/1").json()["state"] == "released"

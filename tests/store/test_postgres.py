@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,9 +21,21 @@ from tests.records import FROM_BEFORE, SETUP, bits, make_chain, make_turn
 from tests.store.killed_migration import SINCE_4, check_kills
 from tests.store.test_schema import with_migrations
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
+from tokentape.gateway._pausing import ALONE_SECONDS, BEAT_SECONDS
 from tokentape.store import verify
-from tokentape.store._gateways import change_gate, gate_state
-from tokentape.store._postgres import PostgresStore, _url, is_url, without_password
+from tokentape.store._gateways import change_gate, gate_state, leave
+from tokentape.store._postgres import (
+    PostgresStore,
+    _claim,
+    _url,
+    _writing_engine,
+    connect,
+    explained,
+    is_url,
+    reading_engine,
+    try_opening,
+    without_password,
+)
 from tokentape.types import Reward, SessionInfo
 
 run = asyncio.run
@@ -228,6 +241,36 @@ def test_an_older_database_is_migrated_and_a_newer_one_refused(
 
 def _add_note(connection: Any) -> None:
     connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
+
+
+def test_a_frozen_gateway_does_not_delay_the_heartbeats_of_others(store: PostgresStore, url: str) -> None:
+    with connect(_writing_engine(_url(url), "FULL")) as frozen:
+        frozen.begin()
+        _claim(frozen, [None])
+        began = time.monotonic()
+        run(store.transact(partial(leave, gateway_id="g"), claims=frozenset()))
+        assert time.monotonic() - began < ALONE_SECONDS - BEAT_SECONDS
+        frozen.invalidate()
+
+
+def test_the_log_has_the_reason_for_a_refused_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = reading_engine(make_url(url).set(username="no-user").render_as_string(hide_password=False))
+    with pytest.raises(StoreUnavailable), explained(), engine.connect():
+        pass
+    assert 'role "no-user" does not exist' in caplog.text
+
+
+def test_trying_to_open_creates_no_tables(url: str) -> None:
+    try_opening(url, "FULL")
+    with pytest.raises(StoreCorrupt, match="empty"):
+        PostgresStore.open(url, read_only=True)
+
+
+def test_trying_to_open_migrates_nothing(store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        with_migrations(patched, _add_note)
+        try_opening(url, "FULL")
+    PostgresStore.open(url).close()
 
 
 def test_failed_migration_leaves_the_database_unchanged(

@@ -299,7 +299,8 @@ class Tokenizer:
         Use it only for comparisons and whole prompts because text can become control tokens. `add_special_tokens` adds
         the tokenizer's special tokens, such as a beginning-of-sequence token.
         """
-        return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would stop all other threads meanwhile.
+        return self._plain.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts to ids, several times as fast as `encode_plain`."""

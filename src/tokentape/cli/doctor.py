@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import numpy as np
 import typer
 
-from tokentape._opening import folder_model, model_folder, open_configured
+from tokentape._opening import folder_model, model_folder, open_configured, synchronous
 from tokentape._session.invariants import check_completion
 from tokentape._settings import env_name
 from tokentape._version import __version__
@@ -42,7 +42,7 @@ from tokentape.engines._vllm import WITHOUT_GENERATE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
 from tokentape.store import SqliteStore
 from tokentape.store._lock import LOCK_NAME, DirectoryLock
-from tokentape.store._postgres import PostgresStore, without_password
+from tokentape.store._postgres import Durability, try_opening, without_password
 from tokentape.store._sqlite import DATABASE_NAME
 from tokentape.training._trainers import TRAINERS, served, served_to_all
 
@@ -102,7 +102,7 @@ def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str |
     if config.store is None:
         yield from data_directory(config.data)
     else:
-        yield database(config.store)
+        yield database(config.store, synchronous(config))
     yield from access(config)
     progress("trying out conversations")
     try:
@@ -177,12 +177,11 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
     yield _flushing(there)
 
 
-def database(url: str) -> CheckResult:
-    """Check that a PostgreSQL database can contain a record: URL, permissions, an existing record."""
+def database(url: str, durability: Durability) -> CheckResult:
+    """Check that a PostgreSQL database can contain a record: URL, permissions, an existing record. Change nothing."""
     shown = without_password(url)
     try:
-        # Open it as a gateway does, which creates the tables.
-        PostgresStore.open(url).close()
+        try_opening(url, durability)
     except TokentapeError as error:
         return CheckResult("store", "fail", f"{shown}: {error}", "Check the server, the user's rights and the URL.")
     return CheckResult("store", "ok", shown)

@@ -140,7 +140,7 @@ class SnapshotManifest:
     created_at: float
     since: int | None
     state: str
-    """`open`, `confirmed` or `released`."""
+    """`held`, `confirmed` or `released`."""
     digest: str | None
     """SHA-256 of the contents as JSON lines."""
     schema_version: int

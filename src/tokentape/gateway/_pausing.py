@@ -218,7 +218,12 @@ class Pausing:
             beat = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)
             await self._store.transact(partial(shared.tell, state=beat), claims=frozenset())
             self._own, self._beat_at = beat, now
-        # After the heartbeat, because without one the others don't wait for this gateway's calls.
+        # Read and open after the heartbeat, because without one the others don't wait for this gateway's calls.
+        if returning and (await self._read(shared.gate_state)).position != state.position:
+            # The others did not wait for this gateway. The next look applies the change.
+            self._gate.close()
+            await self._interrupt_all()
+            return
         if not state.closed and (news or returning):
             self._open(state)
         if returning:

@@ -322,8 +322,8 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
         return session
 
     async def reward(request: Request) -> Response:
-        body = await gateway.read(request, NewReward)
         _, session_id = await addressed(gateway, request)
+        body = await gateway.read(request, NewReward)
         session = await current(session_id)
         if body.turn is not None and body.leaf is not None:
             raise InvalidRequest("a reward can't have both a turn and a leaf; send only one of them", "leaf")
@@ -342,8 +342,8 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
         return json_response(reward_view(new_reward) | warning, 201)
 
     async def columns(request: Request) -> Response:
-        turn, leaf, values_by_name = await _read_columns(gateway, request)
         _, session_id = await addressed(gateway, request)
+        turn, leaf, values_by_name = await _read_columns(gateway, request)
         session = await current(session_id)
         names = (await asyncio.to_thread(turns.store.extra_names, [session_id])).columns
         if len({*names, *values_by_name}) > MAX_COLUMNS:

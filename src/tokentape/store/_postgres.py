@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -35,9 +36,14 @@ RECORD_LOCK = 0x746F6B656E746170
 """The advisory lock for the whole record, `tokentap` in ASCII. Transactions that change sessions share it."""
 
 LOCK_SECONDS = 30
-"""How long to wait for other writers' locks, and how long an idle transaction may keep its locks."""
+"""How long to wait for other writers' locks."""
+
+_IDLE_SECONDS = 5
+"""How long an idle transaction may keep its locks. A gateway that is frozen in a transaction blocks all others so long,
+and their heartbeats are late after 8 s."""
 
 _SERVED_MODEL = "served_model"
+_log = logging.getLogger(__name__)
 _IS_POSTGRES = ("postgresql", "postgres")
 
 
@@ -79,9 +85,7 @@ class PostgresStore(Store):
                 writer = _writing_engine(address, synchronous)
                 connection = undo.enter_context(connect(writer))
                 with explained(), connection.begin():
-                    _refuse_unsafe(connection, synchronous)
-                    _claim(connection, [None])
-                    schema.prepare(connection)
+                    _prepare(connection, synchronous)
                 commits = CommitQueue(connection, explain, lambda _: None, claim=_claim)
                 undo.callback(commits.close)
             readers = reading_engine(address)
@@ -118,6 +122,20 @@ class PostgresStore(Store):
         await self.transact(note, again=note)
 
 
+def try_opening(url: str, synchronous: Durability) -> None:
+    """Open the database as `PostgresStore.open` does, then undo its changes. Raises like it."""
+    with connect(_writing_engine(_url(url), synchronous)) as connection, explained():
+        # Closing the connection rolls the transaction back.
+        connection.begin()
+        _prepare(connection, synchronous)
+
+
+def _prepare(connection: Connection, synchronous: Durability) -> None:
+    _refuse_unsafe(connection, synchronous)
+    _claim(connection, [None])
+    schema.prepare(connection)
+
+
 def explain(error: DBAPIError) -> StoreFailure:
     """Convert a PostgreSQL error (https://www.postgresql.org/docs/current/errcodes-appendix.html) to a failure.
 
@@ -127,6 +145,8 @@ def explain(error: DBAPIError) -> StoreFailure:
     if failure := _FAILURES.get(state):
         return failure
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
+        # Only for the log: libpq's reason has the server's address, but never a password.
+        _log.warning("the database server can't be used: %s", _reason(error))
         what = "the database server can't be reached or has closed the connection; try again"
         return StoreFailure(StoreUnavailable, what, lost=True)
     return StoreFailure(StoreError, f"the database refused the operation (SQLSTATE {state})")
@@ -157,8 +177,11 @@ def connect(engine: Engine) -> Connection:
         return engine.connect()
     except DBAPIError as error:
         # The error has no SQLSTATE, so `explain` can't tell a wrong password from a server that is down.
-        reason = str(error.orig).strip().partition("\n")[0]
-        raise StoreUnavailable(f"the database can't be opened: {reason}") from None
+        raise StoreUnavailable(f"the database can't be opened: {_reason(error)}") from None
+
+
+def _reason(error: DBAPIError) -> str:
+    return str(error.orig).strip().partition("\n")[0]
 
 
 def reading_engine(url: str | URL) -> Engine:
@@ -174,7 +197,7 @@ def _writing_engine(url: URL, synchronous: Durability) -> Engine:
     # Set per transaction, because the connection may come from a pooler. All settings take one round trip.
     begin = (
         f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
-        f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS}s'; "
+        f"SET LOCAL idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'; "
         + ("SET LOCAL synchronous_commit = off" if synchronous == "NORMAL" else "")
     )
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))

@@ -157,8 +157,8 @@ class Snapshots:
         """Delete the sessions in a confirmed snapshot, then release it.
 
         Return the deleted sessions, and the reason for each session that was kept: it has changed since, a different
-        snapshot holds it, or it is `in_use`. If interrupted, call it again. Raises `Conflict` if the snapshot is not
-        confirmed.
+        snapshot holds it, or it is `in_use`. It can be called again: a released snapshot deletes nothing. Raises
+        `Conflict` if the snapshot is not confirmed.
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
         extents = await asyncio.to_thread(self._reading, extents_of, snapshot_id)
@@ -297,7 +297,8 @@ def _drop_sessions(
     A session that has not changed since the confirmed snapshot is deleted and leaves a tombstone. Raises `Conflict` if
     the snapshot is not confirmed.
     """
-    if _load(connection, snapshot_id, None).state != "confirmed":
+    state = _load(connection, snapshot_id, None).state
+    if state == "held":
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data are safe")
     reasons: dict[str, str] = {}
     for session_id, extent in extents.items():
@@ -309,6 +310,8 @@ def _drop_sessions(
             reasons[session_id] = "changed since the snapshot"
         elif holder is not None:
             reasons[session_id] = f"held by snapshot {holder}"
+        elif state == "released":
+            reasons[session_id] = "the snapshot was released"
         else:
             delete_rows(connection, session_id)
             tombstone = {"session_id": session_id, "owner": row.owner, "snapshot_id": snapshot_id}
