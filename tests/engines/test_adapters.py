@@ -230,9 +230,10 @@ def _of_another_model(adapter: Path) -> None:
         (_without_weights, r"no adapter_model\.safetensors in .*expected a folder"),
         (_with(r=3), "size mismatch"),
         (_with(target_modules=["nothing"]), "Target modules"),
-        (_with(bias="all"), "changes the model's weights"),
-        (_with(init_lora_weights="pissa"), "changes the model's weights"),
-        (_with(use_dora=True), "can't be used"),
+        (_with(bias="all"), r"its config sets \{'bias': 'all'\}"),
+        (_with(init_lora_weights="pissa"), r"its config sets \{'init_lora_weights': 'pissa'\}"),
+        (_with(use_dora=True), r"its config sets \{'use_dora': True\}"),
+        (_with(alora_invocation_tokens=[5], task_type="CAUSAL_LM"), r"sets \{'alora_invocation_tokens': \[5\]\}"),
         (_of_another_model, "tensors don't fit the model"),
     ],
 )
