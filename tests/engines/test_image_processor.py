@@ -47,6 +47,14 @@ def test_recorded_settings_rebuild_the_same_processor(processor: QwenImageProces
         np.testing.assert_array_equal(again.arrays([image])[name], values)
 
 
+def test_other_library_versions_are_logged(processor: QwenImageProcessor, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**json.loads(processor.settings.data), "pillow": "9.0.0"}
+    QwenImageProcessor.from_settings(json.dumps(settings).encode())
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "images were processed by pillow 9.0.0"
+    ]
+
+
 def test_tokens_are_a_quarter_of_the_patches(processor: QwenImageProcessor) -> None:
     image = picture(1, 100, 60)
     assert processor.tokens(as_media(image)) * 4 == len(processor.arrays([image])["pixel_values"])

@@ -75,13 +75,23 @@ class QwenImageProcessor:
     def from_settings(cls, data: bytes) -> Self:
         """Return the processor with recorded `settings`. Its results are the same with the same library versions.
 
-        Raises `EngineError` if `data` are not the settings of a processor.
+        Logs a warning if other versions are installed. Raises `EngineError` if `data` are not the settings of a
+        processor.
         """
         try:
             settings = json.loads(data)
-            return cls(settings["config"], settings["placeholder_id"])
+            processor = cls(settings["config"], settings["placeholder_id"])
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"the settings are not an image processor's ({type(error).__name__})") from None
+        for name, installed in _versions().items():
+            if settings.get(name) != installed:
+                _log.warning(
+                    "images were processed by %s %s; %s, installed here, may make other pixels",
+                    name,
+                    settings.get(name),
+                    installed,
+                )
+        return processor
 
     @cached_property
     def settings(self) -> Media:
@@ -89,8 +99,7 @@ class QwenImageProcessor:
         values = {
             "config": self._config,
             "placeholder_id": self.placeholder_id,
-            "pillow": version("pillow"),
-            "transformers": version("transformers"),
+            **_versions(),
         }
         data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
@@ -167,6 +176,10 @@ def _opened(data: bytes) -> Any:
         reason = f"the image is damaged or incomplete ({type(error).__name__}); send the whole file"
         raise InvalidRequest(reason, "messages") from None
     raise InvalidRequest(f"the image has {many} pixels; expected at most {MAX_PIXELS}, so resize it", "messages")
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("pillow", "transformers")}
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
