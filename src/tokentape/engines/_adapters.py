@@ -77,7 +77,7 @@ class Adapters:
         except Exception as error:  # peft raises many types
             self._drop({key})
             raise EngineError(f"the adapter in {folder} can't be used: {error}") from error
-        # peft's active adapter, which no call uses, must not be one that is dropped. Activating it unfreezes it.
+        # peft's active adapter must not be one that is dropped. Activating it unfreezes it.
         self.with_all.set_adapter(key)
         self.with_all.requires_grad_(False)
         before = self.current.get(name)
