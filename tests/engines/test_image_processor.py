@@ -47,6 +47,14 @@ def test_recorded_settings_rebuild_the_same_processor(processor: QwenImageProces
         np.testing.assert_array_equal(again.arrays([image])[name], values)
 
 
+def test_other_library_versions_are_logged(processor: QwenImageProcessor, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**json.loads(processor.settings.data), "pillow": "9.0.0"}
+    QwenImageProcessor.from_settings(json.dumps(settings).encode())
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "images were processed by pillow 9.0.0"
+    ]
+
+
 def test_tokens_are_a_quarter_of_the_patches(processor: QwenImageProcessor) -> None:
     image = picture(1, 100, 60)
     assert processor.tokens(as_media(image)) * 4 == len(processor.arrays([image])["pixel_values"])
@@ -82,6 +90,22 @@ def test_a_damaged_file_is_refused(processor: QwenImageProcessor, damage: object
         processor.tokens(as_media(damage(picture(1, 100, 60))))
 
 
+def test_settings_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    saved = {"image_processor": {**CONFIG, "patch_size": 16}, "processor_class": "Qwen3VLProcessor"}
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 1}))
+    (tmp_path / "processor_config.json").write_text(json.dumps(saved))
+    for older in (None, CONFIG):
+        if older:
+            (tmp_path / "preprocessor_config.json").write_text(json.dumps(older))
+        found = find_image_processor(tmp_path)
+        assert found is not None
+        image = Image.open(io.BytesIO(picture(1, 100, 60)))
+        expected = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)(images=[image], return_tensors="np")
+        np.testing.assert_array_equal(found.arrays([picture(1, 100, 60)])["pixel_values"], expected["pixel_values"])
+
+
 def test_unknown_processors_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineError, match="CLIPImageProcessor"):
         QwenImageProcessor({"image_processor_type": "CLIPImageProcessor"}, 1)
@@ -91,3 +115,9 @@ def test_unknown_processors_are_refused(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert find_image_processor(tmp_path) is None
     assert "CLIPImageProcessor" in caplog.text
+
+
+def test_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("[]")
+    with pytest.raises(EngineError, match="contains a list; expected an object"):
+        QwenImageProcessor.open(tmp_path)

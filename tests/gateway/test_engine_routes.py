@@ -86,6 +86,24 @@ def test_adapters_have_versions_of_their_own(renderer: Renderer, store: SqliteSt
     assert versions == {"a": ["step-1", "a-7", "a-8"], "b": ["step-1"] * 3}
 
 
+def test_restarted_gateway_stays_paused_until_it_is_resumed(renderer: Renderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, ["four<|im_end|>"], weight_version=None)
+
+    def gateway() -> AbstractContextManager[str]:
+        turns = Turns(engine, renderer, SqliteStore.open(tmp_path), limits=Limits(pause_patience=0.1))
+        return running(create_app(turns, model_id="m"))
+
+    with gateway() as url, Client(url) as client:
+        client.resume("step-1")
+        assert client.pause()
+    with gateway() as url, Client(url) as client, httpx2.Client(base_url=url, timeout=PATIENCE) as http:
+        assert ask(http, "a").status_code == 503
+        client.resume("step-2")
+        ask(http, "a")
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        assert [turn.weight_version for turn in store.load_session("a").turns] == ["step-2"]
+
+
 def test_restarted_gateway_records_the_versions_named_before(renderer: Renderer, tmp_path: Path) -> None:
     engine = ScriptedEngine(renderer, ["four<|im_end|>"] * 2, weight_version=None)
     engine.info = replace(engine.info, sampling=engine.info.sampling | {"adapter"})

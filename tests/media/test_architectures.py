@@ -34,9 +34,9 @@ def prompt_of(processor: QwenImageProcessor, pictures: Sequence[bytes]) -> tuple
 
 
 async def sampled(
-    engine: TransformersEngine, ids: list[int], media: Sequence[PromptMedia]
+    engine: TransformersEngine, ids: list[int], media: Sequence[PromptMedia], adapter: str | None = None
 ) -> tuple[list[int], list[float]]:
-    params = SamplingParams(max_tokens=6, seed=len(ids))
+    params = SamplingParams(max_tokens=6, seed=len(ids), adapter=adapter)
     out: list[int] = []
     logprobs: list[float] = []
     async for delta in engine.sample(np.array(ids, np.int32), params, stream=True, request_id="r", media=media):
@@ -120,6 +120,36 @@ def test_the_next_turn_with_the_same_image_computes_only_what_is_new(
         await engine.close()
 
     asyncio.run(turns())
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapter_of_the_image_encoder_is_applied_only_if_chosen(tmp_path: Path, vision_dir: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(vision_dir).eval()
+    engine = TransformersEngine.open(vision_dir, threads=1, logprobs_mode="raw_logprobs")
+    processor = QwenImageProcessor.open(vision_dir)
+    ids, media = prompt_of(processor, PICTURES)
+    torch.manual_seed(1)
+    policy = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    policy.save_pretrained(tmp_path)
+
+    async def with_and_without() -> list[tuple[list[int], list[float]]]:
+        await engine.load_adapter("policy", tmp_path, "1")
+        found = [await sampled(engine, ids, media, adapter) for adapter in ("policy", None)]
+        await engine.close()
+        return found
+
+    (out, logprobs), (plain, without) = asyncio.run(with_and_without())
+    forward = partial(alone, processor=processor, prompt=ids, pictures=PICTURES, out=out)
+    assert_rounding_apart(policy, forward, out, logprobs)
+    with policy.disable_adapter(), pytest.raises(AssertionError):
+        assert_rounding_apart(policy, forward, out, logprobs)
+    forward = partial(alone, processor=processor, prompt=ids, pictures=PICTURES, out=plain)
+    assert_rounding_apart(policy.unload(), forward, plain, without)
 
 
 def test_placeholder_ids_are_neither_sampled_nor_accepted_without_an_image(

@@ -9,6 +9,7 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,9 @@ def test_logprobs_are_those_of_a_forward_pass_over_what_the_record_gives(
     assert_recomputable(vision_model, trajectory, load)
     # The images matter: with another in place of the first they are others.
     other = picture(9, 100, 60)
+    changed = replace(trajectory, media=(replace(trajectory.media[0], sha256=sha256(other)), *trajectory.media[1:]))
     with pytest.raises(AssertionError):
-        assert_recomputable(vision_model, trajectory, lambda digest: other if digest == sha256(A) else load(digest))
+        assert_recomputable(vision_model, changed, lambda digest: other if digest == sha256(other) else load(digest))
 
 
 def test_images_are_stored_once_by_their_hash(serve: Serve, data: Path, processor: QwenImageProcessor) -> None:

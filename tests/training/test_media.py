@@ -87,9 +87,17 @@ def test_packed_rows_are_refused(processor: QwenImageProcessor, kept: dict[str, 
 
 
 def test_image_with_a_changed_number_of_tokens_is_refused(
-    processor: QwenImageProcessor, kept: dict[str, bytes]
+    processor: QwenImageProcessor, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = padded([sample_with(processor, 0)], pad_id=0, vocab_size=100)
-    kept[hashlib.sha256(PICTURES[0]).hexdigest()] = PICTURES[1]
+    monkeypatch.setattr(QwenImageProcessor, "lengths", lambda *_: [14])
     with pytest.raises(InvalidRequest, match="has 14 tokens, the record has 8"):
+        media_arrays(batch, kept.__getitem__)
+
+
+def test_bytes_with_another_hash_are_refused(processor: QwenImageProcessor, kept: dict[str, bytes]) -> None:
+    batch = padded([sample_with(processor, 0)], pad_id=0, vocab_size=100)
+    sha256 = hashlib.sha256(PICTURES[0]).hexdigest()
+    kept[sha256] = picture(9, 100, 60)
+    with pytest.raises(InvalidRequest, match=f"for {sha256}: pass the recorded ones"):
         media_arrays(batch, kept.__getitem__)

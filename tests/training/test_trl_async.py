@@ -23,6 +23,7 @@ from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample, assemble
 from tokentape.training.trl import GatewayWorker, PolicyTransfer, Row, recorded_reward, serving
 from tokentape.training.trl._asynchronous import _rollout_sample
+from tokentape.types import MediaSpan
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:You are importing from 'trl.experimental'")
 
@@ -121,6 +122,13 @@ def test_weights_named_by_the_engine_count_from_session_start(gateway_url: str) 
         assert sample.model_version == 0
         named = replace(single_sample(client), weight_spans=((0, 1, "default"),), metadata={"version": 5})
         assert _rollout_sample(named, {}, 0, {}).model_version == 5
+
+
+def test_sample_with_images_is_refused(gateway_url: str) -> None:
+    with Client(gateway_url) as client:
+        sample = replace(single_sample(client), media=(MediaSpan(0, 1, "hash", "hash"),))
+    with pytest.raises(InvalidRequest, match="has 1 images"):
+        _rollout_sample(sample, {}, 0, {})
 
 
 def single_sample(client: Client) -> Sample:

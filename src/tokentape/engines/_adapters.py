@@ -56,9 +56,12 @@ class Adapters:
         key = f"version{self._serial:09}"
         try:
             config = LoraConfig.from_pretrained(str(folder))
-            if config.bias != "none" or config.init_lora_weights not in (True, False, "gaussian"):
-                about = f"bias {config.bias!r} or init_lora_weights {config.init_lora_weights!r}"
-                raise EngineError(f"{about} changes the model's weights; only plain LoRA adapters are supported")
+            plain, settings = vars(LoraConfig()), {**vars(config)}
+            if config.init_lora_weights in (False, "gaussian"):  # these leave the model's own weights as they are
+                del settings["init_lora_weights"]
+            changed = [one for one in sorted({*settings} - _SUPPORTED) if settings[one] != plain.get(one)]
+            if unsupported := {one: settings[one] for one in changed}:
+                raise EngineError(f"only plain LoRA adapters are supported, and its config sets {unsupported}")
             if self.with_all is None:
                 shared = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
                 self.with_all = PeftModel(copy.deepcopy(self._model, shared), config, adapter_name=key)
@@ -76,7 +79,7 @@ class Adapters:
         except Exception as error:  # peft raises many types
             self._drop({key})
             raise EngineError(f"the adapter in {folder} can't be used: {error}") from error
-        # peft's active adapter, which no call uses, must not be one that is dropped. Activating it unfreezes it.
+        # peft's active adapter must not be one that is dropped. Activating it unfreezes it.
         self.with_all.set_adapter(key)
         self.with_all.requires_grad_(False)
         before = self.current.get(name)
@@ -106,6 +109,17 @@ def merged(model: Any, folder: Path, *, dtype: str) -> Any:
     adapters.load("merged", folder, "")
     return adapters.with_all.merge_and_unload()
 
+
+_SUPPORTED = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
+    "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "trainable_token_indices", "lora_bias", "ensure_weight_tying",
+}  # fmt: skip
+"""Settings of peft that change neither the model's own weights nor which tokens an adapter is applied to.
+
+Others, also those of newer versions, are refused: peft ignores some (aLoRA's tokens) when rows share a batch.
+"""
 
 BASE = "__base__"
 """peft's name for rows without an adapter."""

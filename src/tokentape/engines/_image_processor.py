@@ -33,6 +33,8 @@ MAX_PIXELS = 50_000_000
 
 _KEPT_COUNTS = 4096
 
+_UNIFIED, _LEGACY = "processor_config.json", "preprocessor_config.json"
+
 
 class QwenImageProcessor:
     """A Qwen-VL image processor, from a model folder (`open`) or from recorded settings (`from_settings`).
@@ -42,7 +44,8 @@ class QwenImageProcessor:
         array([[1, 4, 8]])
 
     Args:
-        config: the content of `preprocessor_config.json`. Raises `EngineError` for any other image processor.
+        config: the content of `preprocessor_config.json`, or of `image_processor` in `processor_config.json`. Raises
+            `EngineError` for any other image processor.
         placeholder_id: the id that represents a part of an image.
 
     """
@@ -57,12 +60,12 @@ class QwenImageProcessor:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Read `preprocessor_config.json` of a model folder, and `image_token_id` from `config.json`.
+        """Read the processor's configuration in a model folder, and `image_token_id` from `config.json`.
 
         Raises `EngineError` if the folder has no supported processor.
         """
         folder = Path(folder)
-        config, model = _read(folder / "preprocessor_config.json"), _read(folder / "config.json")
+        config, model = _configuration(folder), _read(folder / "config.json")
         placeholder_id = model.get("image_token_id")
         if not isinstance(placeholder_id, int):
             raise EngineError(f"{folder / 'config.json'} has no image_token_id: the model does not accept images")
@@ -72,13 +75,23 @@ class QwenImageProcessor:
     def from_settings(cls, data: bytes) -> Self:
         """Return the processor with recorded `settings`. Its results are the same with the same library versions.
 
-        Raises `EngineError` if `data` are not the settings of a processor.
+        Logs a warning if other versions are installed. Raises `EngineError` if `data` are not the settings of a
+        processor.
         """
         try:
             settings = json.loads(data)
-            return cls(settings["config"], settings["placeholder_id"])
+            processor = cls(settings["config"], settings["placeholder_id"])
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"the settings are not an image processor's ({type(error).__name__})") from None
+        for name, installed in _versions().items():
+            if settings.get(name) != installed:
+                _log.warning(
+                    "images were processed by %s %s; %s, installed here, may make other pixels",
+                    name,
+                    settings.get(name),
+                    installed,
+                )
+        return processor
 
     @cached_property
     def settings(self) -> Media:
@@ -86,8 +99,7 @@ class QwenImageProcessor:
         values = {
             "config": self._config,
             "placeholder_id": self.placeholder_id,
-            "pillow": version("pillow"),
-            "transformers": version("transformers"),
+            **_versions(),
         }
         data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
@@ -135,7 +147,7 @@ class QwenImageProcessor:
 
 def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
     """Return the processor of a model folder. Return None and log the reason if images can't be processed."""
-    if not (Path(folder) / "preprocessor_config.json").is_file():
+    if not any((Path(folder) / name).is_file() for name in (_UNIFIED, _LEGACY)):
         return None
     if find_spec("PIL") is None:
         _log.warning("images are not accepted: Pillow is not installed; install the extra `images`")
@@ -166,11 +178,23 @@ def _opened(data: bytes) -> Any:
     raise InvalidRequest(f"the image has {many} pixels; expected at most {MAX_PIXELS}, so resize it", "messages")
 
 
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("pillow", "transformers")}
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    """Return the image processor's configuration. Like transformers 5, prefer the file that its processors save."""
+    nested = _read(folder / _UNIFIED).get("image_processor") if (folder / _UNIFIED).is_file() else None
+    return nested if isinstance(nested, dict) else _read(folder / _LEGACY)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise EngineError(f"{path} can't be read ({error.strerror}): images need this file") from None
     except ValueError:
         raise EngineError(f"{path} is not JSON") from None
+    if not isinstance(content, dict):
+        raise EngineError(f"{path} contains a {type(content).__name__}; expected an object")
     return content

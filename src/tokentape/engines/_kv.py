@@ -161,6 +161,13 @@ class DecodeBatch:
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, images: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         model, keys = (self.model, None) if self.adapters is None else self.adapters
+        if images and keys is not None:
+            # peft chooses adapters by row, but the inputs of an image encoder are patches. This row is alone.
+            (key,), keys = keys, None
+            if key in model.peft_config:
+                model.set_adapter(key, inference_mode=True)
+            else:
+                model = self.model
         options = self._forward_options | {self._cache_name: cache} | ({} if keys is None else {"adapter_names": keys})
         if self.reads_experts and self._expert_layers[0] is not model:
             self._expert_layers = model, expert_layers(model)

@@ -138,8 +138,7 @@ class Pausing:
         With `abort` the calls in flight are interrupted.
         """
         until = time.monotonic() + seconds
-        if self._store.shared:
-            await self._store.transact(partial(shared.change_gate, closed=True, abort=abort))
+        await self._store.transact(partial(shared.change_gate, closed=True, abort=abort))
         self._gate.close()
         if abort:
             await self._interrupt_all()
@@ -163,10 +162,14 @@ class Pausing:
     async def together(self) -> AsyncIterator[None]:
         """Apply gate changes by other gateways on the record, and write heartbeats, during the `with` block.
 
-        A gateway alone only takes the weight versions from the record.
+        A gateway alone only takes the weight versions from the record, and an earlier pause that was not resumed.
         """
         if not self._store.shared:
-            self._open(await self._read(shared.gate_state))
+            state = await self._read(shared.gate_state)
+            self._open(state)
+            if state.closed:
+                self._gate.close()
+                _log.warning("sampling is still paused, as before the restart; calls wait for POST /engine/resume")
             yield
             return
         await self._look()

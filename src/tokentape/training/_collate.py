@@ -10,6 +10,7 @@ Advantages and other per-token numbers are columns of samples.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -394,19 +395,26 @@ def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.ND
     Returns `mm_token_type_ids`, int64 [rows, length], and if there are images `pixel_values`, float32 [patches of all
     images, values of a patch], and `image_grid_thw`, int64 [images, 3].
 
-    Raises `InvalidRequest` for a row with several samples, because a vision model numbers positions per row, and if an
-    image's token count or position now differs from the record, because the libraries have changed.
+    Raises `InvalidRequest` for a row with several samples, because a vision model numbers positions per row, if `load`
+    returns bytes with another hash, and if an image's token count or position now differs from the record, because the
+    libraries have changed. If they have changed, a warning is logged in any case.
     """
     if len(np.unique(batch.places[:, 0])) < len(batch.places):
         raise InvalidRequest("samples with images can't be packed, since models number positions per row; use `padded`")
 
+    def recorded(sha256: str) -> bytes:
+        data = load(sha256)
+        if (found := hashlib.sha256(data).hexdigest()) != sha256:
+            raise InvalidRequest(f"`load` returned bytes with the SHA-256 {found} for {sha256}: pass the recorded ones")
+        return data
+
     @cache
     def processor(settings: str) -> QwenImageProcessor:
-        return QwenImageProcessor.from_settings(load(settings))
+        return QwenImageProcessor.from_settings(recorded(settings))
 
     @cache
     def processed(sha256: str, settings: str) -> dict[str, npt.NDArray[Any]]:
-        return processor(settings).arrays([load(sha256)])
+        return processor(settings).arrays([recorded(sha256)])
 
     types = np.zeros(batch.input_ids.shape, np.int64)
     images: list[dict[str, npt.NDArray[Any]]] = []

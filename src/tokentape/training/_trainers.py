@@ -99,6 +99,17 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     return own
 
 
+def refuse_images(samples: Sequence[Sample]) -> None:
+    """Raise `InvalidRequest` if a sample has images, because trainers get no pixels."""
+    for sample in samples:
+        if sample.media:
+            raise InvalidRequest(
+                f"session {sample.session_id!r} has {len(sample.media)} images, and exports have only their "
+                "placeholder ids, not their pixels: use `training.media_arrays` in your own loop",
+                "samples",
+            )
+
+
 def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, int, float]]:
     """Return (start, end, temperature of its logprobs) for each turn with a trained token.
 

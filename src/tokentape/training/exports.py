@@ -24,7 +24,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.training import _supports as replays
 from tokentape.training._collate import column_of, padded, reward_of, to_torch
 from tokentape.training._samples import Sample
-from tokentape.training._trainers import temperature, token_temperatures
+from tokentape.training._trainers import refuse_images, temperature, token_temperatures
 from tokentape.types import Provenance
 
 Decode = Callable[[Sequence[int]], str]
@@ -409,13 +409,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
 def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None:
     """Return the temperature that the trainer divides logits by; None without a trainer. Raises for images."""
-    for sample in samples:
-        if sample.media:
-            raise InvalidRequest(
-                f"session {sample.session_id!r} has {len(sample.media)} images, and exports have only their "
-                "placeholder ids, not their pixels: use `training.media_arrays` in your own loop",
-                "samples",
-            )
+    refuse_images(samples)
     return None if trainer is None else temperature(samples, trainer)
 
 
