@@ -344,10 +344,8 @@ def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     if name in ("merges", "vocabulary"):
         return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(a_part, b_part)}"
     if name == "settings":
-        changed = ", ".join(
-            f"{key}={pair[0]} in A and {pair[1]} in B" for key, pair in changed_entries(a_part, b_part).items()
-        )
-        return f"the model settings differ: {changed}"
+        changed = changed_entries(a_part, b_part).items()
+        return "the model settings differ: " + ", ".join(f"{key}={x} in A and {y} in B" for key, (x, y) in changed)
     words = brief(a_part), brief(b_part)
     if words[0] == words[1]:
         path, a_value, b_value = nested_difference(a_part, b_part)
