@@ -32,15 +32,15 @@ EXTERNAL = ROOT / "tests" / "external"
 
 _VERDICTS = ("equal", "equal tail", "forked", "refused by both", "refused by us", "different", "not compared")
 _EXTERNAL = """\
-`make test-external` compares this version with the test suites of other projects; `tests/external/README.md`
+`make test-external` runs this version on the test suites of other projects; `tests/external/README.md`
 says what they are and where to get them. *Render* compares a prompt's ids with transformers' rendering.
 *Bridge* compares context, completion and bridge with the ids of the longer conversation. *Parse* compares a
 message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns
 differently, and its rendering ends with the ids that Tokentape appends. *Forked*: the template renders
 earlier turns differently, and Tokentape starts a new branch. *Refused*: Tokentape or the template does not
 accept the conversation. *Not compared*: there is no reference, in most cases because the template does not
-render the turn, or because a model's template or a project's own objects are not available. Of BFCL and
-tau-bench, one conversation in 120 is replayed on every template.
+render the turn, or because a model's template or a class of the other project is not available. Every
+template replays one in 120 conversations of BFCL and tau-bench.
 """
 
 _STAND_IN = "qwen3"

@@ -328,7 +328,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
 
 
 async def _looks_like(http: HttpClient, kind: str) -> str | None:
-    """Return a different kind than `kind` if the server has a path that only this kind has; otherwise None."""
+    """Return another engine kind than `kind` if the server has a path that only that kind has; otherwise None."""
     for other_kind in KINDS:
         path = engine_class(other_kind).own_path
         with suppress(TokentapeError):

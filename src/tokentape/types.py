@@ -98,7 +98,7 @@ class Setup:
 
 
 def setup_key(tools: Sequence[Tool], template_kwargs: Mapping[str, Any], date: str, fingerprint: str) -> str:
-    """Return the `key` of a `Setup` with these fields. Raises `InvalidRequest` if they are not JSON."""
+    """Return the `key` of a `Setup` with these fields. Raises `InvalidRequest` if JSON can't represent them."""
     return digest_of(json_in_order([list(tools), template_kwargs, date, fingerprint]).encode("ascii"))
 
 

@@ -40,7 +40,7 @@ def test_a_gateway_that_has_the_record_open_takes_part(
         refused = run("archive", data_dir, "--to", archive)
         assert refused.exit_code == 1
         assert "is open for writing by process" in refused.stderr
-        assert "give commands that change its record the gateway's URL" in " ".join(refused.stderr.split())
+        assert "change its record through it: pass its URL as --url" in " ".join(refused.stderr.split())
         done = run("archive", data_dir, "--to", archive, "--delete", "--url", url)
         assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
     assert run("show", data_dir).stdout == ""

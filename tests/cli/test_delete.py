@@ -97,7 +97,7 @@ def test_a_gateway_that_has_the_record_open_deletes(run: Run, data: Path, render
         refused = run("delete", data, "--where", "user=7", "--yes")
         assert refused.exit_code == 1
         assert "is open for writing by process" in refused.stderr
-        assert "give commands that change its record the gateway's URL" in " ".join(refused.stderr.split())
+        assert "change its record through it: pass its URL as --url" in " ".join(refused.stderr.split())
         assert run("delete", data, "--where", "user=7", "--yes", "--url", url).exit_code == 0
         assert names(data) == ["other", "young"]
 

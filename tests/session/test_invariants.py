@@ -23,7 +23,7 @@ def test_context_and_bridge_may_be_sent() -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (ids(1, 2, 3, 4), "4 ids were sent, but context and bridge have 5"),
+        (ids(1, 2, 3, 4), "4 ids were sent, but parent and bridge have 5"),
         (ids(1, 9, 3, 4, 5), "at token 1"),
         (ids(1, 2, 3, 4, 9), "does not end with the recorded bridge"),
     ],

@@ -35,7 +35,7 @@ def check_turn(turn: Turn, parent_context: TokenIds, prompt: TokenIds) -> None:
     before, expected = len(parent_context), len(parent_context) + len(turn.added_ids)
     where = f"session {turn.session_id} turn {turn.seq}"
     if len(prompt) != expected:
-        raise InvariantViolation(f"{where}: {len(prompt)} ids were sent, but context and bridge have {expected}")
+        raise InvariantViolation(f"{where}: {len(prompt)} ids were sent, but parent and bridge have {expected}")
     if (differs := prompt[:before] != parent_context).any():
         raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {differs.argmax()}")
     if (prompt[before:] != turn.added_ids).any():
@@ -43,4 +43,4 @@ def check_turn(turn: Turn, parent_context: TokenIds, prompt: TokenIds) -> None:
     if len(turn.added_provenance) != len(turn.added_ids):
         raise InvariantViolation(f"{where}: {len(turn.added_provenance)} codes for {len(turn.added_ids)} added ids")
     if _SAMPLED in turn.added_provenance.tobytes():
-        raise InvariantViolation(f"{where}: a token that was not sampled here is recorded as sampled")
+        raise InvariantViolation(f"{where}: a token is recorded as sampled, but this turn did not sample it")

@@ -133,7 +133,7 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _window(turn: Turn) -> tuple[str, int]:
-    """Return the thread and number of a turn's context window, from Codex's header THREAD:NUMBER."""
+    """Return the thread id and number of a turn's context window, from Codex's header with the value THREAD:NUMBER."""
     thread, _, number = str(client_of(turn).get("window", "")).rpartition(":")
     return thread, int(number) if number.isdecimal() else 0
 

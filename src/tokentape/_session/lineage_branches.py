@@ -166,7 +166,7 @@ class Branches:
         return [key for turn in self.session.path(seq) for key in self.keys[turn.seq]]
 
     def arguments(self, turn: Turn) -> list[str]:
-        """Return the strings in a turn's tool calls that may be a task. The turn may belong to a different session."""
+        """Return the strings in a turn's tool calls that may be a subagent's task. It may be another session's turn."""
         if id(turn) not in self._arguments:
             self._arguments[id(turn)] = list(_arguments(turn))
         return self._arguments[id(turn)]

@@ -84,6 +84,6 @@ def _ragged(shape: Sequence[int], data: bytes) -> npt.NDArray[Any]:
         rows[row] = data[offset : offset + length]
         offset += length
     if offset != len(data):
-        raise ValueError(f"the rows have {offset} bytes, but the data {len(data)}")
+        raise ValueError(f"the payload's rows add up to {offset} bytes, but its data has {len(data)}")
     rows.flags.writeable = False
     return rows

@@ -59,7 +59,7 @@ class PremiumRow:
 
 @dataclass(frozen=True, slots=True)
 class Premium:
-    """Rows by language and by script. Tokenizers keep their order; each begins with its most tokens per character."""
+    """Rows by language and by script: tokenizers in the given order, each with the most tokens per character first."""
 
     languages: tuple[PremiumRow, ...]
     scripts: tuple[PremiumRow, ...]

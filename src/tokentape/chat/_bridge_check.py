@@ -81,7 +81,10 @@ def check_bridge(
 
 
 class _RealRendering:
-    """The template's rendering of a real conversation. Raises `TemplateRefused` if the template refuses it."""
+    """The template's rendering of a caller's conversation, not of a test conversation.
+
+    Raises `TemplateRefused` if the template refuses it.
+    """
 
     def __init__(
         self, renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, new: Sequence[Message]

@@ -58,7 +58,7 @@ def structural_tag(
 
 
 def _parts(syntax: CallSyntax) -> tuple[str, str] | None:
-    """Return a call's text before its arguments, with the sentinels `NAME` and `ID`, and its text after them."""
+    """Return a tool call's text before and after its arguments, with `NAME` and `ID` in place of its name and id."""
     if syntax.style == "json" and syntax.around_arguments is not None:
         before, after = syntax.around_arguments
     elif syntax.style == "named" and not syntax.name_is_id:

@@ -52,7 +52,7 @@ class CallShape:
     """Whether the template also renders calls in a message without a content key. No key is then added."""
 
     def message(self, content: str | None, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-        """Return an assistant message in this shape. Each of `calls` is (id, name, arguments)."""
+        """Return an assistant message with calls in this shape. Each of `calls` is (id, name, arguments)."""
         tool_calls = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, name, arguments in calls

@@ -99,7 +99,7 @@ class ExternalRenderer(Renderer):
         """
         _refuse_images(new_messages)
         if context_ids is None:
-            raise InvariantViolation("an overriding renderer needs the context's ids to bridge; pass `context_ids`")
+            raise InvariantViolation("a renderer that overrides ours needs the context's ids; pass `context_ids`")
         prompt_ids = context_ids[: len(context_ids) - len(completion_ids)]
         result = self._object.bridge_to_next_turn(
             prompt_ids.tolist(), completion_ids.tolist(), _plain(new_messages), tools=_tools(setup)

@@ -358,10 +358,10 @@ def _with_name(name: str) -> tuple[tuple[Message, ...], ...]:
 
 
 def conversations(name: str, compared: Compared = NOTHING_COMPARED) -> Iterator[Conversation]:
-    """Yield the conversations to try for a continuation: usual histories first, the shortest first.
+    """Yield the conversations to test a continuation with: usual histories, shortest first, then others.
 
-    The other histories have unusual ids or ends, instructions in between, names that the template compares, or more
-    turns than the highest number in its comparisons; see `_long_histories` for the divisor.
+    The others have unusual ids or last tokens, system messages in the middle, names that the template tests for, or
+    more turns than any number that it compares a count with. `_long_histories` covers the modulo operator.
     """
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     for history in sorted(_HISTORIES, key=len):

@@ -125,7 +125,7 @@ def _folder(value: Any) -> Any:
         if path is not None and not path.is_dir():
             raise typer.BadParameter(
                 f"{str(path)!r} is not a folder. Pass a model folder on this machine: nothing is downloaded. It needs "
-                "tokenizer and chat template, but no weights."
+                "a tokenizer and a chat template, but no weights."
             )
     return value
 

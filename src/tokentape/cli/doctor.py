@@ -178,7 +178,7 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
 
 
 def database(url: str, durability: Durability) -> CheckResult:
-    """Check that a PostgreSQL database can contain a record: URL, permissions, an existing record. Change nothing."""
+    """Check that a PostgreSQL database can hold a record: URL, permissions, a record in it. Change nothing."""
     shown = without_password(url)
     try:
         try_opening(url, durability)

@@ -137,7 +137,7 @@ def _of_store(
         same = served is None or served.tokenizer_sha256 == tokenizer.sha256
         if not (same if vocabulary is None else vocabulary == described(tokenizer)):
             reason = f"the tokenizer in {folder} has another vocabulary than {source.name} was recorded with"
-            raise InvalidRequest(f"{reason}; pass the folder of the recorded model with --model", "model")
+            raise InvalidRequest(f"{reason}; pass the folder of the record's model with --model", "model")
         typer.echo(f"model: {folder}", err=True)
         if may_lower and options["precision"] == "float32" and any(_HALF & {*name.split()} for name in engines):
             options["precision"] = "bfloat16"

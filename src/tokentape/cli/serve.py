@@ -29,7 +29,7 @@ def serve(**params: Any) -> None:
             require("torch", "transformers", extra="hf")
         except TokentapeError as error:
             raise TokentapeError(
-                f"{error}. With an engine server you need neither: tokentape serve MODEL --engine vllm --engine-url URL"
+                f"{error}. They are not needed with a server: tokentape serve MODEL --engine vllm --engine-url URL"
             ) from None
     (serve_alone if config.workers == 1 else serve_with_workers)(config)
 

@@ -106,7 +106,7 @@ def replay(directory: Path) -> DemoReport:
 
 
 def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: float) -> DemoReport:
-    """Write the trajectories of a run to a file, and return a report. `calls` has digests of the engine's calls."""
+    """Write the trajectories of a run to a file, and return a report. `calls` has a digest of each answered call."""
     file = directory / "trajectories.jsonl"
     with SqliteStore.open(directory, read_only=True) as record:
         sessions = sorted(record.iter_sessions(), key=lambda session: session.info.session_id)

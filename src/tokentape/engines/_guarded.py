@@ -154,7 +154,7 @@ class GuardedEngine:
             self._engine.close_session(session_id)
 
     async def _settle(self, last: SampleDelta) -> None:
-        """Check the server again if it may have changed since its last check. `last` is a completion's last delta.
+        """Check the server again if it may have changed since we last checked it. `last` is a completion's final delta.
 
         Raises `EngineUnavailable` if it serves a different model.
         """

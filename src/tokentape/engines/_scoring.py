@@ -59,7 +59,10 @@ class Scorer(Protocol):
 def refuse_unscorable(ids: TokenIds, start: int, info: EngineInfo, *, room: int = 0) -> None:
     """Raise `InvalidRequest` for ids that can't be scored from `start` on, with `room` for more tokens after them."""
     if not 1 <= start < len(ids):
-        raise InvalidRequest(f"start is {start}; expected 1 to {len(ids) - 1}: the first id has no context", "start")
+        raise InvalidRequest(
+            f"start is {start}; expected 1 to {len(ids) - 1}: the first id has no logprob",
+            "start",
+        )
     if int(ids.min()) < 0 or int(ids.max()) >= info.vocab_size:
         raise InvalidRequest(
             f"ids are {ids.min()} to {ids.max()}; expected 0 to {info.vocab_size - 1}, this model's vocabulary", "ids"

@@ -283,8 +283,8 @@ class TransformersEngine:
             expected[image.start : image.start + image.length] = 1
         if not np.array_equal(placeholders, expected.astype(bool)):
             raise InvalidRequest(
-                f"the prompt has {int(placeholders.sum())} image placeholder ids, its media cover "
-                f"{int(expected.sum())} positions: expected a placeholder id exactly at each of these positions",
+                f"the prompt has {int(placeholders.sum())} image placeholder ids, but its images cover "
+                f"{int(expected.sum())} positions: these and no others must have a placeholder id",
                 "prompt_ids",
             )
         if not media:

@@ -197,7 +197,7 @@ _POLL_SECONDS = 0.05
 
 
 def _like(name: str, parent: Turn, added: PromptTokens) -> str:
-    """Return a bridge's kind: a hash of the continuation, the called tools and how the parent turn ended."""
+    """Return a hash that bridges of one kind share: of the continuation, called tools and the parent turn's end."""
     calls = parent.reply.get("tool_calls") or ()
     tools = sorted({str(call["function"]["name"]) for call in calls})
     closed = _CLOSE in added.provenance.tobytes()

@@ -115,7 +115,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
 
 
 def read_as(value: Any, kind: type[_T], where: str = "") -> _T:
-    """Convert parsed JSON, which is at the path `where` of the body, to the msgspec Struct `kind`.
+    """Convert parsed JSON to the msgspec Struct `kind`. `where` is its path in the body.
 
     Raises `InvalidRequest` with the path of the wrong field.
     """

@@ -68,7 +68,7 @@ def routes(gateway: Gateway) -> list[Route]:
         caller = asking(request)
         body = await gateway.read(request, NewSnapshot, NewSnapshot())
         if body.owner is not None and not caller.admin:
-            raise Forbidden("only an admin key can name the owner of a snapshot")
+            raise Forbidden("only a request with an admin key can set the owner of a snapshot")
         check_depth(body.metadata or {}, "metadata")
         session_ids = None if body.session_ids is None else tuple(body.session_ids)
         selection = Selection(session_ids, body.since, body.idle_seconds, body.metadata or {})

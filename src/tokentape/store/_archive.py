@@ -148,14 +148,14 @@ def archive_sessions(
     model: ServedModel | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Archived:
-    """Archive sessions without a turn for `idle_seconds`, and then, with `delete`, delete them from `store`.
+    """Archive sessions with no new turn for `idle_seconds`, and then, with `delete`, delete them from `store`.
 
     `model` is the record's model. Without `delete`, sessions are skipped if the archive has their current state. If
     interrupted, call it again. Don't run two calls with the same target at once: the second call releases the first
     call's snapshot as a leftover, and the first call raises `Conflict` and deletes nothing.
 
-    Raises `InvalidRequest` if the target can't be reached, is not an archive or has ids of another vocabulary, and
-    `StoreCorrupt` if the files don't read back as the snapshot; nothing is deleted then.
+    Raises `InvalidRequest` if the target can't be reached, is not an archive or has token ids of another
+    vocabulary, and `StoreCorrupt` if the written files differ from the snapshot. In both cases nothing is deleted.
     """
     folder = open_folder(target)
     marker, begun = _read_json(folder, MARKER), _names(folder)

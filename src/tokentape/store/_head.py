@@ -143,7 +143,7 @@ def read_head(path: Path, public_key: Path | None = None) -> Head:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InvalidRequest(f"{path} is not a head; `tokentape verify --head-out` writes them", "against") from None
     if _record_digest([session.digest.encode() for session in sessions.values()]) != digest:
-        raise InvalidRequest(f"{path} was damaged or changed: its parts do not match its digest {digest}", "against")
+        raise InvalidRequest(f"{path} was damaged or changed: its contents do not match its digest {digest}", "against")
     if public_key is not None:
         _check_signature(public_key, path, digest, created_at, signature)
     return Head(digest, created_at, sessions)

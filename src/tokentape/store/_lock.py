@@ -46,8 +46,8 @@ class DirectoryLock:
             holder = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._file)
             raise StoreLocked(
-                f"{directory} is open for writing by process {holder}; if that is a gateway, give commands that change "
-                "its record the gateway's URL, such as --url; otherwise stop it, or serve with another --data"
+                f"{directory} is open for writing by process {holder}; if that is a gateway, change its record "
+                "through it: pass its URL as --url; otherwise stop the process, or serve with another --data"
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode("ascii"), 0)

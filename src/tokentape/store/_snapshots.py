@@ -331,7 +331,7 @@ _NOW = select(
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
-    """Map sessions' positions to their extents in a snapshot or, if missing there, in those on which it was based."""
+    """Map positions of sessions to how much of each a snapshot has or, if it has none, the snapshots it is based on."""
     extents: dict[int, Extent] = {}
     ancestor: int | None = snapshot_id
     while ancestor is not None:

@@ -35,7 +35,7 @@ _CHAT = "<|im_start|>user\nhi<|im_end|>\n<think>\n</think><tool_call>{}</tool_ca
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """A text whose ids differ, and that is minimal: without any one character they would not."""
+    """A minimal text that the two sides encode differently: remove any one character and their ids agree."""
 
     text: str
     old_ids: tuple[int, ...]

@@ -143,7 +143,9 @@ class MaxLength:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.how not in ("cut", "drop"):
-            raise InvalidRequest(f"tokens is {self.tokens}, how is {self.how!r}: expected at least 1, and cut or drop")
+            raise InvalidRequest(
+                f"tokens must be at least 1 and how 'cut' or 'drop'; found {self.tokens} and {self.how!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

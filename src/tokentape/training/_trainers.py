@@ -111,7 +111,7 @@ def refuse_images(samples: Sequence[Sample]) -> None:
 
 
 def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, int, float]]:
-    """Return (start, end, temperature of its logprobs) for each turn with a trained token.
+    """Return (start, end, temperature of the logprobs) for each turn with a trained token.
 
     Raises `InvalidRequest`, with advice, if the logprobs are not those of `log_softmax(logits / temperature)`.
     """

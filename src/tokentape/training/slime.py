@@ -206,7 +206,7 @@ def _refuse(args: Any, sample: Any, sampling_params: dict[str, Any]) -> None:
     if getattr(args, "partial_rollout", False):
         raise InvalidRequest("an agent can't resume a partial rollout: remove --partial-rollout")
     if sampling_params.get("custom_params"):
-        raise InvalidRequest("slime replays top-p from data that sessions don't have: use --rollout-top-p 1.0")
+        raise InvalidRequest("for top-p below 1, slime needs data that sessions don't have: use --rollout-top-p 1.0")
     if any(value is not None for value in (sample.multimodal_inputs or {}).values()):
         raise InvalidRequest("samples with images can't be exported: leave them out of the dataset")
     if getattr(args, "lora_rank", 0) or getattr(args, "lora_adapter_path", None) or getattr(sample, "adapter", None):

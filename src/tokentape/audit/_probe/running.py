@@ -176,7 +176,7 @@ class ProbeFile:
             if not whole and not _HEAD.startswith(content[: len(_HEAD)]):
                 raise ValueError("its only line is not a header")
             if head.get("format") != expected["format"]:
-                raise ValueError(f"its first line is not a header of format {FORMAT}")
+                raise ValueError(f"its first line is not the header of a probe file of format {FORMAT}")
             self.results = msgspec.convert(rows, list[ProbeResult])
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidRequest(f"{path} is not a probe's result file: {error}; pass a different file") from None

@@ -28,7 +28,7 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _MOST_SPELLED = 2
 _MOST_EXAMINED = 60
-SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare their hashes."
+SAME_FILES = "On both sides, use the tokenizer.json that the weights were trained with; compare the files' hashes."
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
 _AROUND = 24
 """The number of cut positions to try on each side of the first difference."""

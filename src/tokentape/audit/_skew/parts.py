@@ -296,7 +296,7 @@ _BYTES_SPELLED = re.compile("(<0x[0-9A-F]{2}>)+")
 
 @lru_cache(4)
 def applied_merges(merges: tuple[Merge, ...]) -> list[Merge]:
-    """Return the merges of a list that can apply in some text, each once, in the order in which they apply."""
+    """Return the merges in a list that at least one text can use, by rank and without duplicates."""
     # `tokenizers` gives a merge that is listed twice its last place.
     ranks = {merge: rank for rank, merge in enumerate(merges)}
     ordered = sorted(ranks, key=ranks.__getitem__)

@@ -160,7 +160,7 @@ def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
 
 
 def ignored_fields(body: SamplingFields, engine: EngineInfo, model_id: str) -> list[str]:
-    """Return the fields that are set but not passed on: scheduler and cache fields, and as `ignored_model`."""
+    """Return the fields that are set but not passed on: scheduler and cache fields, and `model` if it is ignored."""
     unsent = [name for name in _SCHEDULING if getattr(body, name) and name not in engine.sampling]
     return [*ignored_model(body.model, engine, model_id), *unsent]
 
@@ -222,7 +222,7 @@ def refuse_part(part: Any, where: str, takes_images: bool = False) -> NoReturn:
 
 
 def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
-    """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `names` has a name not in `tools`."""
+    """Raise `InvalidRequest` if `tool_choice` needs tools and there are none, or if `tools` lacks one of `names`."""
     if not tools or any(name not in tools for name in names):
         problem = "names no tool, or one that is not in tools" if tools else "requires a tool, but tools is empty"
         raise InvalidRequest(f"tool_choice {problem}; send the tool in tools, or choose one of tools", "tool_choice")

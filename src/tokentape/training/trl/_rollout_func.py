@@ -149,7 +149,7 @@ def refuse_temperature(client: Client, temperature: float) -> None:
     if temperature != 1.0 and check.status != "ok":
         raise InvalidRequest(
             f"{check.found}, but the trainer's temperature is {temperature:g}: set temperature=1.0 in the trainer's "
-            f"config, and sample at temperature 1. {check.advice}",
+            f"config and in the agent's calls. {check.advice}",
             "temperature",
         )
 
