@@ -77,6 +77,7 @@ def test_not_ready_without_its_store(gateway_url: str, store: SqliteStore) -> No
 def test_body_over_the_limit_is_a_413(renderer: Renderer, store: SqliteStore, path: str, chunked: bool) -> None:
     engine = ScriptedEngine(renderer, [])
     with running(create_app(Turns(engine, renderer, store, limits=Limits(body_bytes=1000)), model_id="m")) as url:
+        httpx2.post(f"{url}/sessions", json={"session_id": "s"})
         body = b" " * 1001
         answer = httpx2.post(url + path, content=iter([body]) if chunked else body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")

@@ -98,7 +98,7 @@ def test_supports_of_other_tokens_are_not_exported(engine: Engine, renderer: Ren
             lambda sample: exports.skyrl_generator_output([replace(sample, reward=1.0)]),
         ):
             export(sample)
-            with pytest.raises(InvalidRequest, match=r"not in its support|after truncation"):
+            with pytest.raises(InvalidRequest, match=r"not in the support|after truncation"):
                 export(planted)
 
 
