@@ -234,6 +234,7 @@ def _of_another_model(adapter: Path) -> None:
         (_with(init_lora_weights="pissa"), r"its config sets \{'init_lora_weights': 'pissa'\}"),
         (_with(use_dora=True), r"its config sets \{'use_dora': True\}"),
         (_with(alora_invocation_tokens=[5], task_type="CAUSAL_LM"), r"sets \{'alora_invocation_tokens': \[5\]\}"),
+        (_with(new_method=[5]), r"sets \{'new_method': \[5\]\}"),
         (_of_another_model, "the adapter and the model differ in"),
     ],
 )
@@ -253,6 +254,14 @@ def test_mismatched_adapter_is_refused_and_the_others_stay(
     assert versions(sampled) == {"0"}
     assert_sampled_with(untrained_dir, added["one"], sampled, prompt(9))
     assert_sampled_with(untrained_dir, {}, without, prompt(9))
+
+
+def test_settings_that_are_empty_or_have_no_effect_are_accepted(
+    engine: TransformersEngine, untrained_dir: Path, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "new", 2, untrained_dir)
+    _with(loftq_config=None, use_dora=None, megatron_core=None, init_lora_weights="gaussian")(tmp_path / "new")
+    asyncio.run(engine.load_adapter("policy.lora", tmp_path / "new", "1"))
 
 
 def test_an_unexpected_error_of_peft_does_not_end_the_engine(

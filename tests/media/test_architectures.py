@@ -124,11 +124,16 @@ def test_the_next_turn_with_the_same_image_computes_only_what_is_new(
 
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapter_of_the_image_encoder_is_applied_only_if_chosen(tmp_path: Path, vision_dir: Path) -> None:
+def test_adapter_of_the_image_encoder_is_applied_only_if_chosen(
+    tmp_path: Path, vision_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForImageTextToText
 
+    activate = PeftModel.set_adapter
+    # peft 0.18 has no other arguments.
+    monkeypatch.setattr(PeftModel, "set_adapter", lambda self, adapter_name: activate(self, adapter_name))
     model = AutoModelForImageTextToText.from_pretrained(vision_dir).eval()
     engine = TransformersEngine.open(vision_dir, threads=1, logprobs_mode="raw_logprobs")
     processor = QwenImageProcessor.open(vision_dir)

@@ -218,7 +218,7 @@ class Layout:
         # A trained token that was not sampled, as in samples of supervised fine-tuning, has no logprob.
         recorded = attributes["loss_mask"] & np.isfinite(attributes["logprobs"])
         if (wrong := recorded & (attributes["provenance"] != Provenance.SAMPLED)).any():
-            raise ValueError(f"loss_mask trains token {wrong.argmax()}, which was not sampled")
+            raise ValueError(f"loss_mask trains token {wrong.argmax()}, which has a logprob but was not sampled")
         return self.record(**attributes, columns=columns, payloads=payloads)
 
 

@@ -7,6 +7,7 @@ computes with the base model, never pass through an adapter.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +56,12 @@ class Adapters:
         self._serial += 1
         key = f"version{self._serial:09}"
         try:
-            config = LoraConfig.from_pretrained(str(folder))
-            plain, settings = vars(LoraConfig()), {**vars(config)}
-            if config.init_lora_weights in (False, "gaussian"):  # these leave the model's own weights as they are
-                del settings["init_lora_weights"]
-            changed = [one for one in sorted({*settings} - _SUPPORTED) if settings[one] != plain.get(one)]
-            if unsupported := {one: settings[one] for one in changed}:
+            # The file's, because peft drops settings that it does not know. An empty one switches nothing on.
+            settings, plain = json.loads((folder / "adapter_config.json").read_bytes()), vars(LoraConfig())
+            changed = {one for one, value in settings.items() if value and value not in (plain.get(one), "gaussian")}
+            if unsupported := {one: settings[one] for one in sorted(changed - _SUPPORTED)}:
                 raise EngineError(f"only plain LoRA adapters are supported, and its config sets {unsupported}")
+            config = LoraConfig.from_pretrained(str(folder))
             if self.with_all is None:
                 shared = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
                 self.with_all = PeftModel(copy.deepcopy(self._model, shared), config, adapter_name=key)
@@ -114,7 +114,7 @@ _SUPPORTED = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
     "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
     "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "trainable_token_indices", "lora_bias", "ensure_weight_tying",
+    "trainable_token_indices", "lora_bias", "ensure_weight_tying", "qalora_group_size",
 }  # fmt: skip
 """Settings of peft that change neither the model's own weights nor which tokens an adapter is applied to.
 

@@ -165,7 +165,8 @@ class DecodeBatch:
             # peft chooses adapters by row, but the inputs of an image encoder are patches. This row is alone.
             (key,), keys = keys, None
             if key in model.peft_config:
-                model.set_adapter(key, inference_mode=True)
+                model.set_adapter(key)  # which unfreezes it
+                model.requires_grad_(False)
             else:
                 model = self.model
         options = self._forward_options | {self._cache_name: cache} | ({} if keys is None else {"adapter_names": keys})

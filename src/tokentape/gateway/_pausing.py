@@ -122,6 +122,8 @@ class Pausing:
         self._beat_at = 0.0
         self._alone = False
         self._failure: StoreError | None = None
+        self._lock = asyncio.Lock()
+        """Held while a pause or a look changes the gate, so that a look does not apply an older state after a pause."""
 
     @property
     def gateway_id(self) -> str:
@@ -138,8 +140,9 @@ class Pausing:
         With `abort` the calls in flight are interrupted.
         """
         until = time.monotonic() + seconds
-        await self._store.transact(partial(shared.change_gate, closed=True, abort=abort))
-        self._gate.close()
+        async with self._lock:
+            await self._store.transact(partial(shared.change_gate, closed=True, abort=abort))
+            self._gate.close()
         if abort:
             await self._interrupt_all()
         idle = await self._gate.calls.idle(seconds)
@@ -187,7 +190,8 @@ class Pausing:
     async def _look_until(self, ended: asyncio.Event) -> None:
         async for _ in _ticks(ended):
             try:
-                await self._look()
+                async with self._lock:
+                    await self._look()
                 self._failure = None
             except StoreError as error:
                 self._failure = error

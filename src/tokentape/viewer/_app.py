@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Mount
 
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import TokentapeError, Unauthorized
@@ -24,8 +25,10 @@ from tokentape.viewer._views import SECURITY
 
 def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:
     """Return an application that serves only the viewer."""
+    # The middleware of a mount is within that of exceptions, so errors that it raises are answered too.
     return Starlette(
-        routes=routes(viewer), exception_handlers={TokentapeError: _error, HTTPException: _error}, middleware=middleware
+        routes=[Mount("", routes=routes(viewer), middleware=middleware)],
+        exception_handlers={TokentapeError: _error, HTTPException: _error},
     )
 
 
