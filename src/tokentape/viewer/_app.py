@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,10 +25,13 @@ from tokentape.viewer._source import FileSource, StoreSource
 from tokentape.viewer._views import SECURITY
 
 
-def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:
-    """Return an application that serves only the viewer."""
+def create_app(viewer: Viewer, middleware: Sequence[Middleware] = ()) -> Starlette:
+    """Return an application that serves only the viewer. It also answers the errors that `middleware` raises."""
+    handlers: dict[Any, Any] = {TokentapeError: _error, HTTPException: _error}
     return Starlette(
-        routes=routes(viewer), exception_handlers={TokentapeError: _error, HTTPException: _error}, middleware=middleware
+        routes=routes(viewer),
+        exception_handlers=handlers,
+        middleware=[Middleware(ExceptionMiddleware, handlers=handlers), *middleware],
     )
 
 
