@@ -10,6 +10,7 @@ from rich.cells import cell_len
 
 from tests.cli.conftest import Record, Run
 from tests.records import SETUP, make_chain, make_turn
+from tests.viewer.runs import corrupt
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel, write_served_model
@@ -145,6 +146,24 @@ def test_without_a_session_id_sessions_are_listed(run: Run, data_dir: Path) -> N
         ("forked", 3, {"exact": 1, "forked: branched": 1}),
         ("plain", 2, {"exact": 1}),
     ]
+
+
+def test_unreadable_session_does_not_end_the_list(run: Run, tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path / "data") as store:
+        turns = [make_turn(name, 0) for name in ("bad", "good")]
+        asyncio.run(store.write(SETUP, *[SessionInfo(turn.session_id, 1.0) for turn in turns], *turns))
+    corrupt(tmp_path / "data", "bad")
+    done = run("show", tmp_path / "data")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("good  1 turn")
+    assert "session 'bad' doesn't match the hash chain" in done.stderr
+
+
+def test_names_of_sessions_can_not_control_the_terminal(run: Run, tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path / "data") as store:
+        name = "a\x1b[2J\u202eb"
+        asyncio.run(store.write(SETUP, SessionInfo(name, 1.0), make_turn(name, 0)))
+    assert run("show", tmp_path / "data").stdout.startswith(r"a\x1b[2J\u202eb  1 turn")
 
 
 def test_an_empty_record_and_aborted_turns_are_named(run: Run, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.viewer.test_browser_pages import fits, serious
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
-from tokentape.types import SessionInfo
+from tokentape.types import Reward, SessionInfo
 from tokentape.viewer._app import create_app
 from tokentape.viewer._comparing import RecordReader
 from tokentape.viewer._routes import Viewer
@@ -159,6 +159,18 @@ def test_missing_records_are_reported(page: Page, site: str) -> None:
     shown = figures(page)
     assert shown["Cache hits"] == "not recorded"
     assert shown["Importance ratio"] == "not recorded"
+
+
+def test_huge_rewards_are_drawn(page: Page, site: str, recorded: SqliteStore) -> None:
+    turns = [make_turn(f"huge-{n}", 0, weight_version="huge") for n in range(2)]
+    infos = [SessionInfo(turn.session_id, 1e6, {"task": "huge"}) for turn in turns]
+    rewards = [Reward(f"huge-{n}", None, value, 1e6) for n, value in enumerate((-1e308, 1e308))]
+    run_beside(recorded.write(*infos, *turns, *rewards))
+    opened(page, site, "?search=huge")
+    places = page.locator(".strip circle").evaluate_all("dots => dots.map((dot) => dot.cx.baseVal.value)")
+    assert sorted(places) == [4, 100]
+    for turn in turns:
+        run_beside(recorded.delete_session(turn.session_id))
 
 
 def test_run_page_updates_with_new_records(page: Page, site: str, recorded: SqliteStore, renderer: Renderer) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import numpy as np
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.records import SETUP, make_turn
 from tests.viewer.packed import header, unpack
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
@@ -21,8 +24,11 @@ from tokentape.gateway._keys import Keys
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
-from tokentape.types import Trajectory, TurnColumn
-from tokentape.viewer._routes import MAX_MEASURED
+from tokentape.types import SessionInfo, Trajectory, TurnColumn
+from tokentape.viewer._app import create_app as viewer_app
+from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._routes import MAX_MEASURED, Viewer
+from tokentape.viewer._source import StoreSource
 from tokentape.viewer._views import FOLDER
 
 ALICE, BOB, OPS = "alice-secret-0123456789", "bob-secret-0123456789", "ops-secret-0123456789"
@@ -344,3 +350,35 @@ def test_unknown_leaf_error_lists_the_leaves(http: httpx2.Client) -> None:
         answer = http.get(f"/view/api/sessions/s/leaves/{leaf}")
         assert answer.status_code == 404
         assert "its leaves: 1, 2" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**63 - 1, 1.0, [2**60 + 1], {"a": 2**63 - 1, "b": "é"}, "漢字", True, None],
+    ids=lambda value: repr(value),
+)
+def test_metadata_is_sent_as_filters_spell_it(http: httpx2.Client, value: Any) -> None:
+    created = http.post("/sessions", json={"session_id": "kept", "metadata": {"key": value}})
+    assert created.status_code == 201
+    text = http.get("/view/api/sessions/kept").json()["metadata"]["key"]
+    assert text == (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+    (found,) = http.get("/view/api/sessions", params={"metadata": f"key={text}"}).json()["sessions"]
+    assert found["metadata"] == {"key": text}
+    http.delete("/sessions/kept")
+
+
+NAMES = ("a/b", "a,b", "50%2C", "漢字?#")
+"""Names that only records of other programs have."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_session_is_found(tmp_path: Path, name: str) -> None:
+    with SqliteStore.open(tmp_path / "data") as store:
+        turns = [make_turn(each, 0) for each in NAMES]
+        asyncio.run(store.write(SETUP, *[SessionInfo(turn.session_id, 1.0) for turn in turns], *turns))
+        app = viewer_app(Viewer(StoreSource(store, ""), RecordReader()))
+        with running(app) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
+            spelled = quote(name, safe="")
+            assert http.get(f"sessions/{spelled}").json()["session_id"] == name
+            assert header(http.get(f"sessions/{spelled}/leaves/0").content)["session_id"] == name
+            assert list(http.get("measures", params={"ids": spelled}).json()["measures"]) == [name]

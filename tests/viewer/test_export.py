@@ -177,7 +177,7 @@ def test_offered_keys_are_those_of_the_file_including_the_group_key(store: Sqlit
 
 
 def test_lone_surrogate_in_metadata_is_sent(store: SqliteStore) -> None:
-    half = {"task": "\ud800", "\ud800": 1}
+    half = {"task": "\ud800", "\ud800": "1"}
     asyncio.run(store.write(SETUP, SessionInfo("s", 1.0, half), make_turn("s", 0)))
     viewer = Viewer(StoreSource(store, "run"), RecordReader())
     assert json.loads(answers(export_page(viewer).html)["sessions"])["sessions"][0]["metadata"] == half

@@ -167,6 +167,17 @@ def test_groups_name_their_best_and_their_worst_session(run: dict[str, Any], sto
         assert [rewards[session_id] for session_id in group["best_and_worst"]] == [group["most"], group["least"]]
 
 
+def test_huge_rewards_have_a_mean_and_a_deviation(store: SqliteStore) -> None:
+    turns = [make_turn(f"s{n}", 0) for n in range(3)]
+    infos = [SessionInfo(turn.session_id, 1.0, {"task": "t"}) for turn in turns]
+    values = [1e308, 1e308, -1e308]
+    rewards = [Reward(turn.session_id, None, value, 9.0) for turn, value in zip(turns, values, strict=True)]
+    asyncio.run(store.write(SETUP, *infos, *turns, *rewards))
+    (group,) = summed(StoreSource(store, ""))["groups"]
+    assert group["mean"] == pytest.approx(1e308 / 3)
+    assert group["sd"] == pytest.approx(np.std([1.0, 1.0, -1.0]) * 1e308)
+
+
 def test_equal_rewards_have_no_deviation(store: SqliteStore) -> None:
     turns = [make_turn(f"s{n}", 0) for n in range(3)]
     infos = [SessionInfo(turn.session_id, 1.0, {"task": "t"}) for turn in turns]

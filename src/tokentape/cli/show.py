@@ -11,11 +11,12 @@ import typer
 from rich.console import Console
 
 from tokentape._session.jsonl import trajectory_to_json
+from tokentape.audit._report import escape_for_terminal
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.cli.arguments import AsJson, StoreLocation, TokenizerFolder, flag, option
 from tokentape.cli.source import open_source
 from tokentape.cli.transcript import transcript
-from tokentape.errors import NotFound
+from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.store import Store
 from tokentape.store._reads import lineage_of
 from tokentape.store._served_model import served_tokenizer
@@ -80,11 +81,16 @@ def show(
 
 
 def _list(store: Store, as_json: bool) -> None:
-    after = 0
+    after, corrupt = 0, False
     while page := store.sessions(after=after):
         for summary in page:
             session_id = summary.info.session_id
-            stored = store.load_session(session_id)
+            try:
+                stored = store.load_session(session_id)
+            except StoreCorrupt as error:
+                typer.echo(f"error: {error}", err=True)
+                corrupt = True
+                continue
             verdicts = Counter(branch.verdict for branch in stored.trajectories(unread=True))
             aborted = sum(turn.finish_reason == "abort" for turn in stored.turns)
             counts = {"turns": summary.turns, "tokens": summary.tokens, "sampled_tokens": summary.sampled_tokens}
@@ -94,9 +100,12 @@ def _list(store: Store, as_json: bool) -> None:
                 continue
             turns = f"{summary.turns} turn{'' if summary.turns == 1 else 's'}"
             turns += f" ({aborted} aborted)" if aborted else ""
-            line = f"{session_id}  {turns}, {summary.tokens} tokens, {summary.sampled_tokens} sampled"
+            tokens = f"{summary.tokens} tokens, {summary.sampled_tokens} sampled"
+            line = f"{escape_for_terminal(session_id)}  {turns}, {tokens}"
             listed = [f"{many} x {verdict!r}" if many > 1 else repr(verdict) for verdict, many in verdicts.items()]
             typer.echo(f"{line}: {', '.join(listed)}" if listed else line)
         after = page[-1].position
     if not after:
         typer.echo("the record has no sessions", err=True)
+    if corrupt:
+        raise typer.Exit(1)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, get_args
+from urllib.parse import unquote
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -29,7 +30,7 @@ from tokentape.viewer._views import MEDIA_TYPE, SECURITY, pack, static_file
 
 PAGE = "/view"
 API = "/view/api"
-SESSION = API + "/sessions/{session_id}"
+SESSION = API + "/sessions/{session_id:path}"
 LEAF = SESSION + "/leaves/{leaf}"
 ALTERNATIVES = SESSION + "/turns/{turn}/alternatives"
 
@@ -148,7 +149,7 @@ def routes(viewer: Viewer) -> list[Route]:
 
     async def measure(request: Request) -> Response:
         visitor = viewer.visit(request)
-        names = request.query_params.get("ids", "").split(",")
+        names = map(unquote, request.query_params.get("ids", "").split(","))
         ids = {name for name in names if name and "\0" not in name}
         if len(ids) > MAX_MEASURED:
             raise InvalidRequest(f"too many sessions: at most {MAX_MEASURED} are measured per request", "ids")
@@ -215,10 +216,11 @@ def routes(viewer: Viewer) -> list[Route]:
         API + "/run": run,
         API + "/measures": measure,
         API + "/sessions": sessions,
-        SESSION: of_session(session),
-        LEAF: of_session(leaf),
         LEAF + "/comparison": of_session(compared),
+        LEAF: of_session(leaf),
         ALTERNATIVES: of_session(alternatives),
+        # Last, because the id of a session may contain slashes.
+        SESSION: of_session(session),
     }
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 

@@ -283,10 +283,13 @@ def _of_sessions(sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
     length = float(np.mean([session.sampled_tokens for session in sessions])) if sessions else None
     values = [session.reward for session in sessions if session.reward is not None]
     least, most = min(values, default=None), max(values, default=None)
+    # A power of two changes no digit, and keeps sums and squares finite.
+    exponent = math.frexp(max(map(abs, values), default=0.0))[1]
+    scaled = np.ldexp(values, -exponent)
     sd = 0.0 if values else None
     if least != most:  # numpy may return 1e-17 for equal rewards.
-        sd = float(np.std(values))
-    mean = float(np.mean(values)) if values else None
+        sd = math.ldexp(float(np.std(scaled)), exponent)
+    mean = math.ldexp(float(np.mean(scaled)), exponent) if values else None
     rewards = {"rewarded": len(values), "mean": mean, "sd": sd, "least": least, "most": most}
     return {"sessions": len(sessions), "length": length, **rewards}
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NotFound
 from tokentape.store._listing import SessionSummary
-from tokentape.types import Provenance, Trajectory
+from tokentape.types import Provenance, SessionInfo, Trajectory
 from tokentape.viewer._source import SessionView, TurnNode
 from tokentape.viewer._texts import token_texts
 
@@ -71,13 +71,22 @@ def as_json(value: Any) -> bytes:
 
 def listed(summary: SessionSummary) -> dict[str, Any]:
     values = asdict(summary)
-    return {**values.pop("info"), **values}
+    return {**values.pop("info"), **values, "metadata": metadata_texts(summary.info)}
+
+
+def metadata_texts(info: SessionInfo) -> dict[str, str]:
+    """Return metadata as filters spell it. Numbers are JSON text, because a browser rounds large ones."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        for key, value in info.metadata.items()
+    }
 
 
 def tree(view: SessionView) -> dict[str, Any]:
     """Return a session's turns and leaves, without text and ids."""
     return {
         **asdict(view.info),
+        "metadata": metadata_texts(view.info),
         "turns": [asdict(node) for node in view.turns],
         "leaves": [
             {

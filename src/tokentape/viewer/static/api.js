@@ -62,15 +62,20 @@ async function ask(path, query, etag, signal) {
   throw new Refused(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
 }
 
+/** Parse JSON. Objects get no prototype, so that a name such as `constructor` is in them only if the server sent it. */
+async function parsed(response) {
+  return JSON.parse(await response.text(), (_, value) => (value && typeof value === "object" && !Array.isArray(value) ? Object.setPrototypeOf(value, null) : value));
+}
+
 /** Fetch current JSON. */
 export async function getJson(path, query, signal) {
-  return (await ask(path, query, null, signal)).json();
+  return parsed(await ask(path, query, null, signal));
 }
 
 /** Fetch JSON and its ETag; null if it has not changed since `etag`. */
 export async function getIfNew(path, etag, signal) {
   const response = await ask(path, {}, etag, signal);
-  return response.status === 304 ? null : { etag: response.headers.get("etag"), value: await response.json() };
+  return response.status === 304 ? null : { etag: response.headers.get("etag"), value: await parsed(response) };
 }
 
 /** Fetch packed arrays, see `pack` in viewer/_views.py. */

@@ -12,6 +12,9 @@ function s(tag, attributes) {
   return element;
 }
 
+/** The place of a value between two others, from 0 to 1. The halves of two numbers have a finite difference. */
+const share = (value, least, most) => (value / 2 - least / 2) / (most / 2 - least / 2 || 1);
+
 const known = (value) => value !== null && Number.isFinite(value);
 
 /**
@@ -31,7 +34,7 @@ export function chart(title, lines, { versions, text = real, about, none }) {
   const most = Math.max(...every) || 1;
   const n = lines[0].values.length;
   const x = (at) => (n > 1 ? (at / (n - 1)) * (WIDTH - 8) + 4 : WIDTH / 2);
-  const y = (value) => HEIGHT - 4 - ((value - least) / (most - least || 1)) * (HEIGHT - 8);
+  const y = (value) => HEIGHT - 4 - share(value, least, most) * (HEIGHT - 8);
   const image = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title} over ${n} versions of the weights, from ${text(least)} to ${text(most)}` });
   image.append(s("line", { class: "zero", x1: 0, x2: WIDTH, y1: y(0), y2: y(0) }));
   lines.forEach(({ values, low, high }, order) => {
@@ -90,6 +93,6 @@ function runs(values) {
 export function strip(values, least, most) {
   const image = s("svg", { class: "strip", viewBox: "0 0 104 12", "aria-hidden": "true" });
   image.append(s("line", { class: "zero", x1: 3, x2: 101, y1: 6, y2: 6 }));
-  for (const value of values) image.append(s("circle", { cx: 4 + (96 * (value - least)) / (most - least || 1), cy: 6, r: 2.6 }));
+  for (const value of values) image.append(s("circle", { cx: 4 + 96 * share(value, least, most), cy: 6, r: 2.6 }));
   return image;
 }

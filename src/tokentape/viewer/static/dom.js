@@ -22,9 +22,10 @@ function asNode(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
-/** `value` as JSON. Characters that change the direction of text are escaped, so that they can't reorder the rest. */
-export function json(value) {
-  return JSON.stringify(value).replace(/\p{Bidi_Control}/gu, (one) => `\\u${one.codePointAt(0).toString(16).padStart(4, "0")}`);
+/** Metadata as `key=value`, one per line. Characters that change the direction of text are escaped, so that they can't reorder the rest. */
+export function pairs(metadata) {
+  const lines = Object.entries(metadata).map(([key, value]) => `${key}=${value}`);
+  return lines.join("\n").replace(/\p{Bidi_Control}/gu, (one) => `\\u${one.codePointAt(0).toString(16).padStart(4, "0")}`);
 }
 
 /** Replace an element's content with `children`. */
@@ -54,11 +55,12 @@ export function counted(value, noun) {
   return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
 
-/** A number for people: up to four significant digits. */
+/** A number for people: four significant digits, and all digits before the point. */
 export function real(value) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "none" : String(value);
-  return String(Number(value.toPrecision(4)));
+  const size = Math.abs(value);
+  return size >= 1e4 && size < 1e15 ? whole.format(Math.round(value)) : String(Number(value.toPrecision(4)));
 }
 
 /** Unix seconds as local date and time. */

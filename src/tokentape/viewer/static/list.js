@@ -2,7 +2,7 @@
 
 import { link, otherOf } from "./address.js";
 import { Refused, getJson } from "./api.js";
-import { count, counted, fill, h, json, real, say, when } from "./dom.js";
+import { count, counted, fill, h, pairs, real, say, when } from "./dom.js";
 import { FILTERS, filterForm } from "./filters.js";
 import { bindKeys } from "./keys.js";
 import { poll } from "./polling.js";
@@ -79,9 +79,6 @@ export async function toNeighbour(id, by, query, signal, side) {
 export async function showList(view) {
   await new ListPage(view).open();
 }
-
-/** A metadata value as shown, and as used in a filter. */
-const written = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 class ListPage {
   constructor(view) {
@@ -345,12 +342,12 @@ class ListPage {
   }
 
   #line(one, keys) {
-    const metadata = json(one.metadata);
+    const metadata = pairs(one.metadata);
     const cell = (name, ...content) => h("td", { class: name }, ...content);
     const row = h(
       "tr",
       { "data-id": one.session_id, onclick: (event) => this.#opened(event, one.session_id) },
-      h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("div", {}, this.compares && this.#comparer(one.session_id), h("a", { href: this.#address(one.session_id) }, one.session_id))),
+      h("td", { class: "session", title: metadata.slice(0, 2000) || null }, h("div", {}, this.compares && this.#comparer(one.session_id), h("a", { href: this.#address(one.session_id) }, one.session_id))),
       cell("created time", when(one.created_at)),
       cell("verdict"),
       cell("drift number"),
@@ -362,7 +359,7 @@ class ListPage {
       cell("sampled number", count(one.sampled_tokens)),
       cell("forks number", one.forks ? h("span", { class: "badge fork" }, `↳ ${count(one.forks)}`) : "0"),
       cell("aborted number", one.aborted ? h("span", { class: "badge bad" }, `✕ ${count(one.aborted)}`) : count(one.aborted)),
-      ...keys.map((key) => cell("key", key in one.metadata && this.#value(key, written(one.metadata[key])))),
+      ...keys.map((key) => cell("key", key in one.metadata && this.#value(key, one.metadata[key]))),
     );
     this.#drawMeasures(row, one);
     return row;
@@ -370,7 +367,8 @@ class ListPage {
 
   #value(key, value) {
     const text = h("bdi", { class: "metadata", title: value.slice(0, 2000) }, value.length > 60 ? `${value.slice(0, 60)}…` : value);
-    if (this.view.about.exported || value.length > 200) return text;
+    // A filter is KEY=VALUE in one line.
+    if (this.view.about.exported || value.length > 200 || value.includes("\n") || !/^[^=\n]+$/.test(key)) return text;
     return h("button", { class: "quiet", onclick: () => this.#filterMetadata(`${key}=${value}`, true), "aria-label": `Only ${key} = ${value}` }, text);
   }
 
@@ -411,7 +409,7 @@ class ListPage {
     const page = this.found;
     for (let at = 0; at < sessions.length && page === this.found; at += AT_ONCE) {
       const some = sessions.slice(at, at + AT_ONCE);
-      const { measures, unreadable } = await getJson("measures", { ids: some.map((one) => one.session_id).join(",") }, this.view.signal);
+      const { measures, unreadable } = await getJson("measures", { ids: some.map((one) => encodeURIComponent(one.session_id)).join(",") }, this.view.signal);
       for (const one of some) {
         one.measures = measures[one.session_id] ?? null;
         const row = this.body.querySelector(`tr[data-id="${CSS.escape(one.session_id)}"]`);

@@ -2,7 +2,7 @@
 
 import { otherOf } from "./address.js";
 import { sideName } from "./compare.js";
-import { count, counted, fill, h, json, real, when } from "./dom.js";
+import { count, counted, fill, h, pairs, real, when } from "./dom.js";
 import { verdictBadge } from "./tree.js";
 
 export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Recorded vs. retokenized" };
@@ -27,7 +27,7 @@ export function sidesOf({ view, tree, leaf, side, sides, comparisons }) {
 /** The list to choose a second session from, limited to the group if any; null if sessions can't be compared. */
 export function otherSessions({ session_id: id, metadata }, { text, exported, only_session: alone, group_keys: keys }) {
   if (!text || exported || alone) return null;
-  const key = keys.find((one) => ["string", "number"].includes(typeof metadata[one]));
+  const key = keys.find((one) => one in metadata && !metadata[one].includes("\n"));
   return `#/sessions?${new URLSearchParams({ ...(key && { metadata: `${key}=${metadata[key]}` }), compare: id })}`;
 }
 
@@ -41,7 +41,7 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
     : [];
   if (tree.created_at) facts.push(`begun ${when(tree.created_at)}`);
   if (tree.owner) facts.push(`key ${tree.owner}`);
-  const metadata = json(tree.metadata);
+  const metadata = pairs(tree.metadata);
   // Whether a turn was recorded in the last minute.
   const live = grows && 1000 * (tree.turns.at(-1)?.created_at ?? 0) > Date.now() - 60000;
   fill(
@@ -52,7 +52,7 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
     leaf?.role && leaf.role !== "main" && h("span", { class: "badge", title: "by lineage" }, leaf.role.replace("_", " ")),
     leaf && h("span", { class: "badge" }, leaf.reward === null ? "no reward" : `reward ${real(leaf.reward)}`),
     h("span", { class: "dim" }, facts.join(" · ")),
-    metadata !== "{}" && h("span", { class: "metadata", title: metadata }, metadata),
+    metadata && h("span", { class: "metadata", title: metadata }, metadata.replaceAll("\n", " · ")),
     h("span", { class: "space" }),
     h("button", { class: "quiet", onclick: () => toNeighbour(-1), title: "Session before (K)", "aria-label": "Session before" }, "‹"),
     h("button", { class: "quiet", onclick: () => toNeighbour(1), title: "Next session (J)", "aria-label": "Next session" }, "›"),
