@@ -25,7 +25,7 @@ from tokentape._session.flatten import trajectories
 from tokentape._session.jsonl import read_jsonl
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
-from tokentape.client._calls import _with_subclasses, answered_error
+from tokentape.client._calls import _with_subclasses, annotate_tokens, answered_error, give_reward
 from tokentape.errors import (
     CommitRace,
     Conflict,
@@ -668,3 +668,32 @@ def test_a_verdict_may_be_one_name(client: tokentape.Client) -> None:
     assert session.trajectories(verdict="forked:sibling,captured") == []
     with pytest.raises(InvalidRequest, match="unknown verdict 'best'"):
         session.trajectories(verdict="best")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"timeout": 0}, {"timeout": None}, {"max_retries": -1}, {"api_key": ""}, {"api_key": 3}]
+)
+def test_an_unusable_argument_of_a_client_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(arguments)).replace("api_", "API ")):
+        tokentape.Client("http://127.0.0.1:1", **arguments)
+
+
+@pytest.mark.parametrize("url", [None, 3])
+def test_a_url_that_is_no_text_is_refused(url: Any) -> None:
+    with pytest.raises(InvalidRequest, match="begins with http"):
+        tokentape.Client(url)
+
+
+def test_a_session_id_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="the session id is 7"):
+        tokentape.Client("http://127.0.0.1:1").session(7)  # type: ignore[arg-type]
+
+
+def test_a_turn_may_be_a_number_of_numpy() -> None:
+    assert give_reward("s", 1.0, np.int64(2), None).body == b'{"value":1.0,"turn":2,"leaf":null}'  # type: ignore[arg-type]
+
+
+def test_a_tensor_with_gradients_is_refused_as_values() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidRequest, match="detach"):
+        annotate_tokens("s", "advantages", torch.ones(2, requires_grad=True), 0, None)

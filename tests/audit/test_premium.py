@@ -167,3 +167,9 @@ def test_unwritable_page_is_refused_before_counting(model_dir: Path, corpus: Pat
 def test_invalid_arguments_are_usage_errors(model_dir: Path, corpus: Path, arguments: list[str]) -> None:
     assert command(model_dir, "--corpus", corpus, *arguments).exit_code == 2
     assert command("nowhere", "--corpus", corpus).exit_code == 2
+
+
+def test_one_path_as_text_is_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "en.txt"
+    file.write_text("hello\n")
+    assert [line.text for line in read_corpus(str(file))] == ["hello"]

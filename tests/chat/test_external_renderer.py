@@ -232,3 +232,16 @@ def test_bridge_that_is_no_list_of_ids_is_refused(renderer: Renderer, added: lis
 
     with pytest.raises(InvariantViolation, match="expected a flat list of whole numbers"):
         bridged(renderer, Odd)
+
+
+class Foreign(Chat):
+    """Has ids of a larger vocabulary."""
+
+    def render_ids(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+        return [10**6]
+
+
+def test_an_id_that_the_tokenizer_lacks_is_an_error_of_the_object(renderer: Renderer) -> None:
+    external = overridden(renderer, Foreign)
+    with pytest.raises(InvariantViolation, match="returned the id 1000000"):
+        external.render([QUESTION], setup_for(external, tools=()))

@@ -146,3 +146,21 @@ def test_a_certificate_checks_the_overriding_parser(renderer: Renderer, monkeypa
     checks = {check.name: check.holds for check in certificate.parsing}
     assert checks["content"] is False
     assert certificate.continuations == certify(renderer).continuations
+
+
+def test_a_parser_that_always_fails_is_not_certified(model_dir: Path) -> None:
+    def fail(completion: Completion) -> Reply:
+        raise KeyError("x")
+
+    bare = Renderer.load(model_dir)
+    broken = Renderer.load(model_dir, overrides=Overrides("broken", parser=parse_whole(bare, fail)))
+    assert not any(check.holds for check in certify(broken).parsing)
+
+
+def test_a_failed_parser_is_reported_with_the_line_that_failed(renderer: Renderer) -> None:
+    def fail(completion: Completion) -> Reply:
+        raise KeyError("x")
+
+    renderer.overrides = Overrides("broken", parser=parse_whole(renderer, fail))
+    parser = renderer.parser(setup_for(renderer))
+    assert "KeyError in test_overrides.py" in parser.finish()[1].problem

@@ -24,7 +24,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.chat._sandbox import Sandbox
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._template import _compile as compiled_template
-from tokentape.errors import TemplateRefused
+from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Provenance
 
 pytestmark = pytest.mark.usefixtures("source")
@@ -305,3 +305,45 @@ def test_a_variable_set_in_a_generation_block_is_not_set_after_it() -> None:
     how: dict[str, Any] = {"tools": (), "add_generation_prompt": False, "date": "2026-01-02", "variables": {}}
     text = ChatTemplate(source).render([QUESTION], **how)
     assert text == rendered_by_transformers(source, [QUESTION], [], {}, generate=False) == "21"
+
+
+@pytest.mark.parametrize("index", [0, 2, -1])
+def test_sampled_ids_for_no_assistant_message_are_refused(index: int) -> None:
+    renderer = load_renderer(QWEN3)
+    messages = [QUESTION, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(InvalidRequest, match="no assistant message"):
+        renderer.render(messages, setup_for(renderer), sampled={index: np.array([1], np.int32)})
+
+
+def test_a_misspelled_history_is_refused() -> None:
+    renderer = load_renderer(QWEN3)
+    with pytest.raises(InvalidRequest, match="expected sampled or template"):
+        renderer.render([QUESTION], setup_for(renderer), history="templat")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", [QUESTION, "hi", [object()], iter([QUESTION])])
+def test_messages_that_are_no_list_of_dictionaries_are_refused(messages: Any) -> None:
+    renderer = load_renderer(QWEN3)
+    with pytest.raises(InvalidRequest, match="expected a list of dictionaries"):
+        renderer.render(messages, setup_for(renderer))
+
+
+def test_a_bridge_takes_sampled_ids_as_a_list() -> None:
+    renderer = load_renderer(QWEN3)
+    setup, ids = setup_for(renderer), renderer.tokenizer.encode_plain("yes<|im_end|>")
+    reply = {"role": "assistant", "content": "yes"}
+    listed = renderer.bridge(ids, reply, [QUESTION], setup)  # type: ignore[arg-type]
+    assert listed.ids.tolist() == renderer.bridge(np.array(ids, np.int32), reply, [QUESTION], setup).ids.tolist()
+
+
+def test_a_text_as_stop_strings_is_one_stop_string() -> None:
+    renderer = load_renderer(QWEN3)
+    parser = renderer.parser(setup_for(renderer), "END")
+    parser.feed(renderer.tokenizer.encode_plain("NEED itEND"))
+    assert parser.finish()[1].content == "NEED it"
+
+
+def test_two_prompts_are_compared_by_identity() -> None:
+    renderer = load_renderer(QWEN3)
+    setup = setup_for(renderer)
+    assert renderer.render([QUESTION], setup) != renderer.render([QUESTION], setup)

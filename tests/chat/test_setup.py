@@ -194,3 +194,19 @@ def test_default_date_is_today() -> None:
     before = datetime.now(UTC).date()
     setup = fresh().setup()
     assert before <= date.fromisoformat(setup.date) <= datetime.now(UTC).date()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tools": "search"},
+        {"tools": ["search"]},
+        {"tools": {"type": "function"}},
+        {"date": "yesterday"},
+        {"template_kwargs": {"add_generation_prompt": False}},
+        {"template_kwargs": {"tools": []}},
+    ],
+)
+def test_arguments_that_would_have_no_or_another_effect_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        fresh().setup(**arguments)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import tokenizers
@@ -175,3 +176,9 @@ def test_more_control_tokens_than_one_first_surrogate_has_marks_for() -> None:
     model.add_special_tokens([f"<|{n}|>" for n in range(1100)])
     tokenizer = Tokenizer(model.to_str().encode(), {})
     assert tokenizer.encode_marked(tokenizer.mark_controls("<|0|>a<|1099|>")).ids == [1, 0, 1100]
+
+
+@pytest.mark.parametrize("ids", [[1.5], [-1], [2**40], [[1]], "12", None])
+def test_an_array_of_anything_but_whole_numbers_is_refused(ids: Any) -> None:
+    with pytest.raises(InvalidRequest, match="expected a flat list of whole numbers"):
+        load_tokenizer("qwen3").array(ids)

@@ -197,3 +197,9 @@ def test_a_closed_engine_and_a_closed_loop_take_no_calls() -> None:
 
     with pytest.raises(EngineUnavailable, match="the engine is closed"):
         asyncio.run(closed())
+
+
+@pytest.mark.parametrize("result", [None, "ab", {"token_ids": [2]}, ([5.5, 2], [-0.1, -0.2]), ([5, 2],)])
+def test_a_result_that_is_not_ids_and_logprobs_breaks_the_contract(result: Any) -> None:
+    with pytest.raises(EngineContractError, match="expected a SampleDelta, or a tuple"):
+        asyncio.run(anext(engine_of(result).sample(PROMPT, PARAMS, stream=False, request_id="r")))

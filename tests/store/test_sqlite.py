@@ -24,6 +24,7 @@ from tests.records import (
 )
 from tests.store.conftest import open_databases
 from tokentape.errors import (
+    InvalidRequest,
     StoreCorrupt,
     StoreError,
     StoreLocked,
@@ -282,3 +283,8 @@ def test_folder_in_place_of_the_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokentape.db").mkdir()
     with pytest.raises(StoreError, match=r"tokentape\.db can't be opened; expected a file"):
         SqliteStore.open(tmp_path)
+
+
+def test_a_misspelled_durability_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="expected FULL or NORMAL"):
+        SqliteStore.open(tmp_path, synchronous="ful")  # type: ignore[arg-type]

@@ -192,3 +192,8 @@ def test_model_output_is_equal_in_every_layout(model_dir: Path) -> None:
     for other in others:
         for expected, actual in zip(first, other, strict=True):
             np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_a_misspelled_side_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="expected right or left"):
+        padded([make_sample(1, 4)], pad_id=0, vocab_size=1000, side="Right")  # type: ignore[arg-type]

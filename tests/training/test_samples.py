@@ -326,3 +326,8 @@ def test_trained_token_has_the_last_value_set_for_it_or_none(
                 if sample.loss_mask[a]:
                     expected = last.get((name, seq), np.full(b - a, np.nan, np.float32))
                     np.testing.assert_array_equal(values[a:b], expected)
+
+
+def test_a_misspelled_choice_of_retries_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="expected first, last or continued"):
+        DropRetries("newest")  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from tokentape.types import Trajectory
 def read_trajectories(path: str | Path) -> list[Trajectory]:
     """Return the trajectories in a file written by `tokentape export` or `write_trajectories`, bit for bit.
 
-    The arrays are read-only. Raises `InvalidRequest` if the file is corrupt, does not contain trajectories, or has a
-    schema version that this release does not read, and `OSError` if it can't be opened.
+    The arrays of a Parquet file are read-only. Raises `InvalidRequest` if the file is corrupt, does not contain
+    trajectories, or has a schema version that this release does not read, and `OSError` if it can't be opened.
 
     >>> for trajectory in tokentape.read_trajectories("trajectories.parquet"):      # doctest: +SKIP
     ...     trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs

@@ -70,7 +70,7 @@ _Counts = dict[tuple[str, str], "np.ndarray[Any, Any]"]
 """Lines, characters, bytes and tokens by tokenizer and name."""
 
 
-def read_corpus(paths: Iterable[str | Path], most_lines: int | None = None) -> Iterator[Line]:
+def read_corpus(paths: str | Path | Iterable[str | Path], most_lines: int | None = None) -> Iterator[Line]:
     """Yield the lines of text files and JSON lines files. A text file's name is its language (`de.txt`).
 
     A JSON line is an object with `text`, and optionally `language` or `lang` (default: the file's name). A path to a
@@ -78,7 +78,7 @@ def read_corpus(paths: Iterable[str | Path], most_lines: int | None = None) -> I
 
     Raises `InvalidRequest` for a JSON line without `text`, and for a file that is not UTF-8.
     """
-    for path in map(Path, paths):
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         for file in sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else [path]:
             try:
                 with file.open(encoding="utf-8") as lines:

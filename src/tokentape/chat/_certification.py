@@ -148,8 +148,10 @@ def _parse_check(
     prompt = renderer.render_text(history, setup, generate=True)
     parser = renderer.parser(setup, prompt_ids=renderer.tokenizer.encode_marked(prompt).array)
     parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
-    problem = _difference(shown, parser.finish()[1])
-    return ParseCheck(name, holds=problem is None, detail=problem or "")
+    reply = parser.finish()[1]
+    # A reply with a problem is the fallback for a parser that failed.
+    problem = reply.problem or _difference(shown, reply)
+    return ParseCheck(name, holds=not problem, detail=problem or "")
 
 
 def _writes_content_as_reasoning(

@@ -81,7 +81,8 @@ class ExternalRenderer(Renderer):
         """Return the ids of a conversation, ending with the generation prompt. Sampled ids are not spliced in."""
         setup = self._setup_of(tools, template_kwargs, date)
         _refuse_images(messages)
-        return _added(self._object.render_ids(_plain(messages), tools=_tools(setup), add_generation_prompt=True))
+        ids = self._object.render_ids(_plain(messages), tools=_tools(setup), add_generation_prompt=True)
+        return _added(self._ids(ids))
 
     def bridge(
         self,
@@ -108,7 +109,7 @@ class ExternalRenderer(Renderer):
         if result is None:
             roles = ", ".join(message["role"] for message in new_messages)
             raise TemplateRefused(f"the overriding renderer {name} has no bridge for messages with roles {roles}")
-        ids = _ids(getattr(result, "token_ids", result))
+        ids = self._ids(getattr(result, "token_ids", result))
         beginning = ids[: len(context_ids)]
         if not np.array_equal(beginning, context_ids):
             same = beginning == context_ids[: len(beginning)]
@@ -167,6 +168,18 @@ class ExternalRenderer(Renderer):
             return Continuation(name, strategy, append_only="yes", tried=tried, reason="")
         return Continuation(name, strategy, "no", tried, *rewritten)
 
+    def _ids(self, returned: Sequence[int] | TokenIds) -> TokenIds:
+        """Return ids from the object as an array. Raises `InvariantViolation` unless the tokenizer has each of them."""
+        try:
+            ids = self.tokenizer.array(returned)
+        except (InvalidRequest, ValueError) as error:
+            raise InvariantViolation(f"the overriding renderer returned no ids: {error}") from error
+        if ids.size and ids.max() >= self.tokenizer.vocab_size:
+            raise InvariantViolation(
+                f"the overriding renderer returned the id {ids.max()}; expected 0 to {self.tokenizer.vocab_size - 1}"
+            )
+        return ids
+
     def _completion(self, setup: Setup, history: Sequence[Message], reply: Message) -> TokenIds:
         """Return the ids that the object renders for `reply` after its prompt, through the first stop token.
 
@@ -193,18 +206,7 @@ def _call(call: Any, tool_names: set[str], length: int) -> ToolCall:
     return call_of(call.name, call.arguments, tool_names, span, call.id)
 
 
-def _ids(returned: Sequence[int] | TokenIds) -> TokenIds:
-    array = np.asarray(returned)
-    if array.ndim != 1 or (array.size and not (array.dtype.kind in "iu" and 0 <= array.min() <= array.max() < 2**31)):
-        raise InvariantViolation(
-            f"the overriding renderer returned {array.dtype.name} of shape {array.shape} as ids; expected a flat list "
-            "of whole numbers from 0 to 2147483647"
-        )
-    return array.astype(np.int32)
-
-
-def _added(ids: Sequence[int] | TokenIds) -> PromptTokens:
-    array = _ids(ids)
+def _added(array: TokenIds) -> PromptTokens:
     return PromptTokens(array, np.full(len(array), Provenance.TEMPLATE, dtype=np.uint8))
 
 

@@ -152,9 +152,10 @@ class SafeParser:
 
 def _described(error: Exception) -> str:
     """Return an error's type and the line that raised it, without its text, which may quote the completion."""
-    frames = traceback.extract_tb(error.__traceback__)
+    cause = error.__cause__ or error
+    frames = traceback.extract_tb(cause.__traceback__)
     place = f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}"
+    return f"{type(cause).__name__}{place}"
 
 
 class PlainReader(Parser):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from tokentape.chat._reader import Reader, read_text
 from tokentape.chat._regions import RegionParser
 from tokentape.chat._reply import Reply
 from tokentape.chat._splice import PROMPT_END, History, StopMismatch, find_splices
-from tokentape.chat._template import ChatTemplate, plain_message, read_source
+from tokentape.chat._template import ChatTemplate, check_objects, check_variables, plain_message, read_source
 from tokentape.chat._template_text import TemplateText, cached
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.chat._twin_proof import prove_twin
@@ -42,7 +42,7 @@ _LETTER = "x"
 """Text before the close of a truncated turn when it is encoded: it follows text, but sampled ids are not re-encoded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptTokens:
     """Ids to append to a context and their provenance codes, both with shape [tokens]."""
 
@@ -121,9 +121,11 @@ class Renderer(TemplateText):
         """Return the tools, template kwargs and date as a `Setup`, which can be used for many calls.
 
         `date` is the template's current date, in ISO 8601; the default is today's date in UTC. Raises `InvalidRequest`
-        if tools or kwargs are not JSON.
+        if it is no date, if tools or kwargs are not JSON objects, and for kwargs that are arguments of `render`.
         """
+        check_objects(tools, "tools")
         kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
+        check_variables(kwargs, date)
         key = setup_key(tools, kwargs, date, self.fingerprint)
         return cached(self._setups, key, lambda: Setup(tuple(tools), kwargs, date, self.fingerprint))
 
@@ -153,13 +155,22 @@ class Renderer(TemplateText):
         A turn's own stop token is kept if the template writes another one there; with `stop_mismatch` "fork" or
         `history` "template" it is replaced by the template's.
 
-        Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
+        Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles, and
+        `InvalidRequest` for messages that are not dictionaries and for an index of another message in `sampled`.
         """
         setup = self._setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
+        if history not in get_args(History) or stop_mismatch not in get_args(StopMismatch):
+            raise InvalidRequest(
+                f"history is {history!r}, stop_mismatch {stop_mismatch!r}: expected sampled or template, keep or fork"
+            )
+        sampled = {n: self.tokenizer.array(ids) for n, ids in (sampled or {}).items()}
+        for n in sampled:
+            if not (0 <= n < len(messages) and messages[n].get("role") == "assistant"):
+                raise InvalidRequest(f"`sampled` has ids for message {n}, which is no assistant message", "sampled")
         text, codes = self.render_text_with_provenance(messages, setup, generate=True)
         prompts = prompts or {}
-        closed = {n: self._with_part_closed(ids, setup, prompts.get(n)) for n, ids in (sampled or {}).items()}
+        closed = {n: self._with_part_closed(ids, setup, prompts.get(n)) for n, ids in sampled.items()}
         splices = find_splices(self, setup, text, messages, closed, prompts, history, stop_mismatch)
         marks = [match.start() for match in MARK.finditer(text)] if splices else []
 
@@ -192,7 +203,8 @@ class Renderer(TemplateText):
         raise InvalidRequest("pass either a `Setup` or `template_kwargs` and `date`, not both", "setup")
 
     def _refuse_images(self, messages: Sequence[Message]) -> None:
-        """Raise `InvalidRequest` for images that can't be rendered."""
+        """Raise `InvalidRequest` for messages that are no dictionaries, and for images that can't be rendered."""
+        check_objects(messages, "messages")
         if self.images is None and image_parts(messages):
             raise InvalidRequest("a message contains an image; this model accepts only text", "messages")
 
@@ -238,6 +250,7 @@ class Renderer(TemplateText):
         Raises `TemplateRefused` if the template does not accept these messages after such a turn.
         """
         self._refuse_images(new_messages)
+        completion_ids = self.tokenizer.array(completion_ids)
         form = self.format(setup)
         suffix, codes, close = self._suffix(reply, new_messages, setup, form, history)
         last_id = int(completion_ids[-1]) if len(completion_ids) else None
@@ -282,11 +295,13 @@ class Renderer(TemplateText):
         return self._with_images(added, new_messages)
 
     def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
-        """Return a parser for one completion sampled under `setup`. It never raises, see `SafeParser`.
+        """Return a parser for one completion sampled under `setup`. Errors of overrides are handled, see `SafeParser`.
 
         `prompt_ids` are the ids before the completion, or the last of them. They show whether the prompt opens
         reasoning: some prompts do so after a question but not after a tool result. The default is as after a question.
         """
+        if isinstance(stop_strings, str):
+            stop_strings = (stop_strings,)  # its letters would end the completion otherwise
         parser: ReplyParser
         if self.overrides is not None and self.overrides.parser is not None:
             parser = self.overrides.parser(setup, stop_strings)

@@ -118,6 +118,30 @@ class ChatTemplate:
             return _render(self._tool_use if tools else self._default, context)
 
 
+def check_objects(values: Sequence[Any], param: str) -> None:
+    """Raise `InvalidRequest` unless `values` is a list of dictionaries."""
+    listed = isinstance(values, Sequence)
+    wrong = [value for value in values if not isinstance(value, Mapping)] if listed else [values]
+    if wrong:
+        raise InvalidRequest(f"{param}: found {type(wrong[0]).__name__}, expected a list of dictionaries", param)
+
+
+def check_variables(kwargs: Mapping[str, Any], date: str) -> None:
+    """Raise `InvalidRequest` for template kwargs that `ChatTemplate.render` would replace, and for an invalid date."""
+    if not isinstance(kwargs, Mapping) or {"messages", "tools", "strftime_now"} & kwargs.keys():
+        raise InvalidRequest(
+            f"template_kwargs is {kwargs!r}: expected a dictionary without messages, tools and strftime_now; pass "
+            "messages, tools and date as arguments",
+            "template_kwargs",
+        )
+    if kwargs.get("add_generation_prompt", True) is not True:
+        raise InvalidRequest("add_generation_prompt can only be True: a prompt ends with it", "template_kwargs")
+    try:
+        datetime.fromisoformat(date)
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"date is {date!r}: expected text such as '2026-01-31'", "date") from None
+
+
 @lru_cache(maxsize=32)
 def _takes_parts_only(template: jinja2.Template) -> bool:
     """Return whether the template renders a word in a list of parts but not as a string.

@@ -342,9 +342,19 @@ class Tokenizer:
         """Return the text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.pieces(ids)).decode("utf-8", "replace")
 
-    def array(self, ids: Sequence[int]) -> TokenIds:
-        """Return the ids as an int32 array, the type that records use."""
-        return np.asarray(ids, dtype=np.int32)
+    def array(self, ids: Sequence[int] | TokenIds) -> TokenIds:
+        """Return the ids as an int32 array, the type that records use.
+
+        Raises `InvalidRequest` unless they are a flat sequence of whole numbers from 0 to 2147483647.
+        """
+        array = np.asarray(ids)
+        whole = not array.size or (array.dtype.kind in "iu" and 0 <= array.min() <= array.max() < 2**31)
+        if array.ndim != 1 or not whole:
+            raise InvalidRequest(
+                f"found {array.dtype.name} of shape {array.shape} as ids; expected a flat list of whole numbers from 0 "
+                "to 2147483647"
+            )
+        return array.astype(np.int32, copy=False)
 
     def _free_block(self, marked: str) -> int:
         if len(marked.encode("utf-16-le", "surrogatepass")) == 2 * len(marked):

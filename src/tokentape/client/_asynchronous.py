@@ -39,10 +39,10 @@ class AsyncClient:
         timeout: float = 60.0,
         max_retries: int = 5,
     ) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = str(base_url).rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._max_retries = max_retries
-        self._http = httpx2.AsyncClient(**calls.http_options(self.base_url, api_key))
+        self._http = httpx2.AsyncClient(**calls.http_options(self.base_url, api_key, timeout, max_retries))
 
     async def session(
         self,

@@ -45,7 +45,8 @@ class Client:
     All methods raise the error from `tokentape.errors` that the gateway returned, and `GatewayUnavailable` if it can't
     be reached or did not answer within `timeout` seconds, including retries. A call that is safe to repeat is retried
     up to `max_retries` times, over about 15 seconds by default, so the gateway may be restarted in between. Errors have
-    the response's `retry_after`, in seconds. Raises `InvalidRequest` for an invalid URL or key.
+    the response's `retry_after`, in seconds. Raises `InvalidRequest` for an invalid URL, key, timeout
+    or number of retries.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class Client:
         timeout: float = 60.0,
         max_retries: int = 5,
     ) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = str(base_url).rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._max_retries = max_retries
-        self._http = httpx2.Client(**calls.http_options(self.base_url, api_key))
+        self._http = httpx2.Client(**calls.http_options(self.base_url, api_key, timeout, max_retries))
 
     def session(
         self,

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
@@ -125,14 +126,20 @@ def _retry_after(response: httpx2.Response) -> float | None:
     return float(text) if re.fullmatch(r"\d{1,9}(\.\d*)?", text) else None
 
 
-def http_options(base_url: str, api_key: str | None) -> dict[str, Any]:
-    """Return the keyword arguments of an HTTP client. Raises `InvalidRequest` for an invalid URL or key."""
+def http_options(base_url: str, api_key: str | None, timeout: float, max_retries: int) -> dict[str, Any]:
+    """Return the keyword arguments of an HTTP client. Raises `InvalidRequest` for an invalid argument of a client."""
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise InvalidRequest(f"timeout is {timeout!r}: expected a positive, finite number of seconds", "timeout")
+    if not (isinstance(max_retries, int) and max_retries >= 0):
+        raise InvalidRequest(f"max_retries is {max_retries!r}: expected a whole number of at least 0", "max_retries")
     if not base_url.lower().startswith(("http://", "https://")):
         raise InvalidRequest(f"a gateway's URL begins with http:// or https://, not {base_url!r}", "base_url")
     if "/sessions/" in base_url:
         raise InvalidRequest(f"{base_url} is a session's URL; expected the gateway's, http://host:port", "base_url")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+    if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("an API key has printable ASCII characters only; is there a line break in it?", "api_key")
+    if api_key is not None and not api_key.strip():
+        raise InvalidRequest("the API key is empty; leave it out for a gateway without keys", "api_key")
     return {"base_url": base_url, "headers": {} if api_key is None else {"authorization": f"Bearer {api_key}"}}
 
 
@@ -217,7 +224,7 @@ def resume_engine(weight_version: str | None, adapter: str | None = None) -> Cal
 
 def session_path(session_id: str) -> str:
     """Return the path of a session. Raises `InvalidRequest` for an empty id, which would be that of all sessions."""
-    if not session_id:
+    if not isinstance(session_id, str) or not session_id:
         raise InvalidRequest(
             f"the session id is {session_id!r}: expected text, or no argument for a random id", "session_id"
         )
@@ -235,7 +242,8 @@ def give_reward(session_id: str, value: float, turn: int | None, leaf: int | Non
         number = float(value)
     if not math.isfinite(number):
         raise InvalidRequest(f"reward must be a finite number, got {value!r}", "value")
-    body = msgspec.json.encode({"value": number, "turn": turn, "leaf": leaf})
+    # `index` makes NumPy's whole numbers Python's.
+    body = msgspec.json.encode({"value": number, "turn": turn, "leaf": leaf}, enc_hook=index)
     path = f"{session_path(session_id)}/reward"
     return Call("POST", path, lambda content: msgspec.json.decode(content).get("warning"), body)
 
@@ -254,14 +262,15 @@ def annotate_tokens(
         array = np.asarray(values)
         if array.dtype.kind in "cmMSU":
             raise TypeError(f"values of type {array.dtype}")
-        numbers = np.asarray(array, "<f4")
-    except (TypeError, ValueError) as error:
+        with np.errstate(over="ignore"):  # the gateway refuses an infinite number
+            numbers = np.asarray(array, "<f4")
+    except (TypeError, ValueError, RuntimeError) as error:  # the last for torch tensors with gradients
         raise InvalidRequest(f"expected one real number per token, found other values: {error}", "values") from None
     if numbers.ndim != 1:
         raise InvalidRequest(f"values must be one number per token, not {numbers.ndim}-dimensional", "values")
     place = {"turn": turn, "leaf": leaf}
     query = "&".join(f"{key}={int(number)}" for key, number in place.items() if number is not None)
-    path = f"{session_path(session_id)}/columns?name={quote(name, safe='')}&{query}"
+    path = f"{session_path(session_id)}/columns?name={quote(str(name), safe='')}&{query}"
     return Call("POST", path, reader(list[int], "turns"), numbers.tobytes(), "application/octet-stream")
 
 

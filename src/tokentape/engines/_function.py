@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import index
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from tokentape.types import FinishReason, TokenIds
 
 _log = logging.getLogger("tokentape.engines")
 
-Sampled: TypeAlias = SampleDelta | tuple[Sequence[int], Sequence[float]]
+Sampled: TypeAlias = SampleDelta | tuple[Iterable[int], Iterable[float]]
 """A whole completion: ids and log-probabilities, or a `SampleDelta`, which also has a finish reason.
 
 Ids without a finish reason must end with a stop id or fill `max_tokens`."""
@@ -119,7 +120,15 @@ class FunctionEngine:
         if isinstance(sampled, SampleDelta):
             delta, reason = sampled, finish_reason_of(sampled.finish_reason)
         else:
-            delta = SampleDelta(tuple(map(int, sampled[0])), tuple(map(float, sampled[1])))
+            try:
+                ids, logprobs = sampled
+                # `index` refuses fractions, which `int` would cut off.
+                delta = SampleDelta(tuple(map(index, ids)), tuple(map(float, logprobs)))
+            except (TypeError, ValueError):
+                raise EngineContractError(
+                    f"the engine's function returned {type(sampled).__name__}; expected a SampleDelta, or a tuple of "
+                    "whole numbers (ids) and numbers (logprobs)"
+                ) from None
             reason = _end_of(delta.token_ids, params)
         checked = completion.delta(delta.token_ids, delta.logprobs, delta.top_logprobs)
         stop = delta.stop if delta.stop is not None else completion.last_id

@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias, get_args
 
 from sqlalchemy import Engine, NullPool, QueuePool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
-from tokentape.errors import Conflict, NotFound, StoreCorrupt, StoreError, StoreFull, StoreLocked
+from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreCorrupt, StoreError, StoreFull, StoreLocked
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._commit import CommitQueue, StoreFailure, explaining
@@ -81,6 +81,9 @@ class SqliteStore(Store):
         """
         directory = Path(directory)
         path = directory / DATABASE_NAME
+        if synchronous not in get_args(Synchronous):
+            # SQLite takes a word that it does not know for NORMAL.
+            raise InvalidRequest(f"synchronous is {synchronous!r}: expected FULL or NORMAL", "synchronous")
         with ExitStack() as undo:
             writer = None
             if read_only:

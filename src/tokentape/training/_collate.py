@@ -135,6 +135,8 @@ def padded(
     for logprobs over the whole vocabulary with recorded supports.
     """
     _check(samples, pad_id, vocab_size)
+    if side not in ("right", "left"):
+        raise InvalidRequest(f"side is {side!r}: expected right or left", "side")
     lengths = [len(sample.token_ids) for sample in samples]
     size = _row_length(max(lengths), length, multiple)
     starts = [size - own if side == "left" else 0 for own in lengths]
@@ -328,8 +330,9 @@ def group_advantages(
 ) -> list[Sample]:
     """Return samples with the GRPO advantage as a column: reward minus group mean, divided by the standard deviation.
 
-    The mean is over sessions: a session with several samples counts once, with the mean of their rewards. `scale` False
-    omits the division (Dr. GRPO). Raises `InvalidRequest` for a sample without a reward or a group.
+    Both are over sessions: a session with several samples counts once, with the mean of their rewards. The deviation is
+    that of `numpy.std`; that of `torch.std` divides by one session less. `epsilon` is added to it. `scale` False omits
+    the division (Dr. GRPO). Raises `InvalidRequest` for a sample without a reward or a group.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     for sample in samples:

@@ -72,7 +72,7 @@ class KeepVerdicts:
     Raises `InvalidRequest` for an unknown verdict.
     """
 
-    wanted: tuple[str, ...]
+    wanted: Sequence[str]
 
     def __post_init__(self) -> None:
         check_verdicts(self.wanted)
@@ -92,6 +92,10 @@ class DropRetries:
 
     keep: Literal["first", "last", "continued"] = "last"
     """The turn committed `first` or `last`; `continued`: all turns that were continued, or the last if none was."""
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("first", "last", "continued"):
+            raise InvalidRequest(f"keep is {self.keep!r}: expected first, last or continued", "keep")
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return the trajectories that contain no removed turn."""

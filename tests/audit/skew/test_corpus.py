@@ -127,3 +127,8 @@ def test_processes_find_what_one_process_finds(tmp_path: Path, monkeypatch: pyte
 def test_a_corpus_that_is_not_there_is_an_error(tmp_path: Path, missing: str) -> None:
     with pytest.raises(InvalidRequest, match="corpus"):
         corpus.corpus_files([tmp_path / missing])
+
+
+def test_one_path_as_text_is_one_file_of_the_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello\n")
+    assert audit(healthy(TINY), healthy(TINY), corpus=str(tmp_path / "a.txt")).tried["corpus"] == 1

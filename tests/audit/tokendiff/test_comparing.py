@@ -322,3 +322,8 @@ def test_retokenized_image_placeholders_are_differences(tokenizer: Tokenizer) ->
     assert set(kinds(image, expected, tokenizer)) == {"control"}
     spelled = tokenizer.encode_marked("See" + "<|endoftext|>" * 4 + "this").ids
     assert set(kinds(image, spelled, tokenizer)) == {"forged"}
+
+
+def test_fractions_are_no_ids(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="expected a flat list of token ids"):
+        compare([1.5], [1], tokenizer)  # type: ignore[list-item]

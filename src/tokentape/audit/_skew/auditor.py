@@ -50,7 +50,7 @@ def audit(
     a: str | Path | Backend,
     b: str | Path | Backend,
     *,
-    corpus: Sequence[str | Path] = (),
+    corpus: str | Path | Sequence[str | Path] = (),
     options_a: BackendOptions | None = None,
     options_b: BackendOptions | None = None,
     workers: int | None = None,
@@ -63,7 +63,7 @@ def audit(
         a: the name of a backend to open, see `open_backend`, or an open `Backend`, which stays open. Usually the
             training side.
         b: the backend to compare with, by name or open. Usually the serving side.
-        corpus: files or folders of text or JSON lines to encode in addition to the battery.
+        corpus: a file or folder, or a list of them, of text or JSON lines to encode in addition to the battery.
         options_a: template, template kwargs and date for backend A, if it is passed by name.
         options_b: the same options for backend B.
         workers: processes that encode the corpus; by default one per core.
@@ -94,7 +94,8 @@ def audit(
                     raise TokenizerUnusable(f"{side}: {error}") from error
                 opened.callback(side.close)
             backends.append(side)
-        run, files = _Run(backends[0], backends[1], progress), [Path(path) for path in corpus]
+        run = _Run(backends[0], backends[1], progress)
+        files = [Path(path) for path in ([corpus] if isinstance(corpus, str | Path) else corpus)]
         stable = run.stability()
         if stable:
             run.texts()

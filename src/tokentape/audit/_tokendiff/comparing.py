@@ -155,7 +155,10 @@ def compare(
 
 class _Sequence:
     def __init__(self, ids: Sequence[int] | TokenIds, tokenizer: Tokenizer, provenance: Codes | None) -> None:
-        self.array: TokenIds = np.asarray(ids, np.int32)
+        found = np.asarray(ids)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise InvalidRequest(f"found {found.dtype.name} of shape {found.shape}; expected a flat list of token ids")
+        self.array: TokenIds = found.astype(np.int32)
         if provenance is not None and len(provenance) != len(self.array):
             raise InvalidRequest(f"{len(provenance)} provenance codes for {len(ids)} ids: expected one code per id")
         self.provenance = provenance
