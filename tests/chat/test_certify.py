@@ -497,3 +497,16 @@ def test_a_reply_may_merge_with_a_later_prompt_only(at: int, append_only: str, m
     assert user is not None
     assert user.append_only == append_only
     assert len(user.counterexample) == (0 if append_only == "yes" else 2 * at)
+
+
+def test_a_stop_token_within_a_turn_fails_the_parts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+        "<|im_end|><|im_start|>assistant\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source)))
+    [check] = [check for check in certificate.parsing if check.name == "reasoning"]
+    assert check.holds is False
+    assert "stop token <|im_end|> before the content" in check.detail

@@ -186,6 +186,18 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         assistant("1"),
         user("2"),
     ),
+    "how many words a text has": (
+        written("{% if m.content | wordcount > 30 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("so " * 40)],
+        assistant("1"),
+        user("2"),
+    ),
+    "a word in a dict": (
+        written("{% if m.content in {'/deep': 1} %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("/deep")],
+        assistant("1"),
+        user("2"),
+    ),
     "how often a sign occurs": (
         written("{% if m.content.count('!') > 2 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         [user("go!!!")],
@@ -301,6 +313,29 @@ def test_changed_end_of_content_is_not_part_of_the_suffix() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
     suffix = renderer.suffix(assistant("Why ok"), [user("2")], setup_for(renderer), [user("1")])
     assert suffix == "\nuser: 2\nassistant:"
+
+
+@pytest.mark.parametrize(
+    "compares",
+    [
+        "{% macro has(text, word) %}{{ word in text }}{% endmacro %}{{ has(m.content, word='/deep') }}",
+        "{% macro has(text, word='/deep') %}{{ word in text }}{% endmacro %}{{ has(m.content) }}",
+        "{% set modes = {'/deep': 1} %}{% if m.content in modes %}{% endif %}",
+        "{% set mode = namespace(word='/deep') %}{% if mode.word in m.content %}{% endif %}",
+        "{% for word, mode in [('/deep', 1)] %}{% if word in m.content %}{% endif %}{% endfor %}",
+        "{% if m.content.replace('/deep', '') != m.content %}{% endif %}",
+        "{% if messages | selectattr('content', 'equalto', '/deep') | list %}{% endif %}",
+        "{% if m.content.startswith('/' ~ 'deep') %}{% endif %}",
+        "{% if m.content in '/deep'.split(',') %}{% endif %}",
+    ],
+)
+def test_words_are_found_wherever_a_template_may_compare_them(compares: str) -> None:
+    assert "/deep" in compared(parse_template(compares)).strings
+
+
+def test_texts_that_are_only_written_are_not_tried() -> None:
+    source = "{% set name = 'Written' %}{{ name }}{{ 'A' if n else 'B' }}{{ 'C' ~ n }}{{ raise_exception('D') }}"
+    assert compared(parse_template(source)).strings == ()
 
 
 def test_compared_numbers_and_words_are_extracted() -> None:

@@ -162,10 +162,11 @@ class Continuations:
             reason = self._rewrites(conversation, suffix)
             rewritten = (reason, conversation.messages) if reason is not None else rewritten
 
-        strings, length = self._renderer.template.compared.strings, self._renderer.template.compared.length
-        # It may look for several in one text, or for a long text.
+        compared = self._renderer.template.compared
+        strings, count = compared.strings, max(compared.length // 5, min(compared.number, HIGHEST))
+        # It may look for several in one text, or for a text with many characters, words or lines.
         together = (" ".join(strings),) if len(strings) > 1 else ()
-        long = ("long " * (length // 5 + 1),) if length else ()
+        long = ("long\n" * (count + 1),) if count > 1 else ()
         repeated = (message["content"] for message in new)
         for words in dict.fromkeys((*strings, *together, *long, *grammar.UNUSUAL_TEXTS, *repeated)):
             with_words = self._with(reply, content=words)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from jinja2 import nodes
 
-_MOST = 32
+_MOST = 64
 """The maximum number of constants that are tried. A template with more is probably built to cost time."""
 
 _LONGEST = 200
@@ -15,17 +16,18 @@ HIGHEST = 64
 """The highest number of messages that is tried. A template that counts more is probably built to cost time."""
 _LONGEST_TEXT = 2**16
 
-_METHODS = ("startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition", "rpartition")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_TEXT = ("role", "type", "name", "format", "arguments")
 """Keys in messages and schemas whose values are not callers' text."""
+_NAMING = {"selectattr": 2, "rejectattr": 2, "map": 1, "select": 1, "reject": 1}
+"""How many of a filter's first arguments name fields, tests or filters."""
 
 
 class Compared(NamedTuple):
     """The constants that a template compares with messages."""
 
     strings: tuple[str, ...]
-    """Strings that it compares with texts or searches for in texts."""
+    """Strings that it may compare with texts or search for in texts."""
     names: tuple[str, ...]
     """Names of tools and users."""
     number: int
@@ -44,10 +46,9 @@ def compared(template: nodes.Template) -> Compared:
     assigned = _assigned(template)
     comparisons = [[node.expr, *(operand.expr for operand in node.ops)] for node in template.find_all(nodes.Compare)]
     named = [side for sides in comparisons if any(_field(side) == "name" for side in sides) for side in sides]
-    strings = [text for text in _texts(_compared_with_text(template, comparisons), assigned) if text not in _ROLES]
     number, length = _numbers(template, assigned)
     return Compared(
-        strings=tuple(strings[:_MOST]),
+        strings=tuple(_strings_read(template)[:_MOST]),
         names=tuple(_texts(named, assigned)[:_MOST]),
         number=number,
         length=length,
@@ -55,23 +56,68 @@ def compared(template: nodes.Template) -> Compared:
     )
 
 
-def _compared_with_text(template: nodes.Template, comparisons: Iterable[Sequence[nodes.Expr]]) -> Iterator[nodes.Node]:
-    """Yield expressions that are compared with values that are no names, or passed to a method such as `find`.
+def _strings_read(template: nodes.Template) -> list[str]:
+    """Return the strings of a template, except those that it only writes or that are no texts of messages.
 
-    Arguments of macros count too. Comparisons of roles, types and names are skipped because they do not involve the
-    text of messages.
+    A template may compare any other with a text, also by way of variables, dicts, macros and filters. Names of fields
+    that it reads, such as `content`, are left out too.
     """
-    for sides in comparisons:
-        if not any(map(_holds_no_text, sides)):
+    loaded = Counter(name.name for name in template.find_all(nodes.Name) if name.ctx == "load")
+    written = [node for output in template.find_all(nodes.Output) for node in _written(output)]
+    loaded.subtract(node.name for node in written if isinstance(node, nodes.Name))
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and loaded[assignment.target.name] <= 0:
+            written += _written(nodes.Output([assignment.node]))
+    skipped = {id(node) for node in (*written, *_no_texts(template))}
+    fields = {_field(item) for item in template.find_all((nodes.Getattr, nodes.Getitem))}
+    texts = dict.fromkeys(_strings_in(template, skipped))
+    return [t for t in texts if t.strip() and len(t) <= _LONGEST and t not in _ROLES and t not in fields]
+
+
+def _written(node: nodes.Node) -> Iterator[nodes.Node]:
+    """Yield the expressions in an output, or joined in one, of which the template writes the value."""
+    for child in node.iter_child_nodes():
+        if isinstance(child, nodes.Concat | nodes.Add):
+            yield from _written(child)
+        elif isinstance(child, nodes.CondExpr):
+            yield from _written(nodes.Output([child.expr1, *filter(None, [child.expr2])]))
+        else:
+            yield child
+
+
+def _no_texts(template: nodes.Template) -> Iterator[nodes.Node]:
+    """Yield constants that are compared with roles, types or names, keys that are looked up, and errors."""
+    for compared in template.find_all(nodes.Compare):
+        sides = [compared.expr, *(operand.expr for operand in compared.ops)]
+        if any(map(_holds_no_text, sides)):
             yield from sides
-    macros = {macro.name for macro in template.find_all(nodes.Macro)}
-    for call in template.find_all(nodes.Call):
-        searches = isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS
-        if searches or (isinstance(call.node, nodes.Name) and call.node.name in macros):
-            yield from call.args
-    for test in template.find_all(nodes.Test):
-        if not _holds_no_text(test.node):
-            yield from test.args or ()
+            yield from compared.find_all(nodes.Const)
+    yield from (item.arg for item in template.find_all(nodes.Getitem))
+    for applied in template.find_all(nodes.Filter):
+        yield from applied.args[: _NAMING.get(applied.name, 0)]
+    for called in template.find_all(nodes.Call):
+        if isinstance(called.node, nodes.Name) and called.node.name == "raise_exception":
+            yield from (*called.args, *called.find_all(nodes.Const))
+        elif isinstance(called.node, nodes.Getattr) and called.node.attr == "get":
+            yield from called.args[:1]
+
+
+def _strings_in(node: nodes.Node, skipped: Set[int]) -> Iterator[str]:
+    """Yield the strings in a node. Constants that are joined count as one, and those joined with other values not."""
+    if isinstance(node, nodes.Const):
+        yield from [node.value] if isinstance(node.value, str) and id(node) not in skipped else ()
+        return
+    children = list(node.iter_child_nodes())
+    constants = [child.value for child in children if isinstance(child, nodes.Const) and isinstance(child.value, str)]
+    joins = isinstance(node, nodes.Concat | nodes.Add)
+    if joins and len(constants) == len(children):
+        yield "".join(constants)
+    for child in children:
+        if not (joins and isinstance(child, nodes.Const)):
+            yield from _strings_in(child, skipped)
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "split":
+        for text in _strings_in(node.node, set()):
+            yield from (piece for separator in constants or " " for piece in text.split(separator))
 
 
 def _texts(expressions: Iterable[nodes.Node], assigned: Mapping[str, nodes.Expr]) -> list[str]:
