@@ -510,3 +510,16 @@ def test_a_stop_token_within_a_turn_fails_the_parts_after_it(monkeypatch: pytest
     [check] = [check for check in certificate.parsing if check.name == "reasoning"]
     assert check.holds is False
     assert "stop token <|im_end|> before the content" in check.detail
+
+
+def test_parts_that_a_template_never_writes_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop token also stands within turns, but the template leaves reasoning out everywhere."""
+    only(monkeypatch)
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}<|im_end|><tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source)))
+    [check] = [check for check in certificate.parsing if check.name == "reasoning"]
+    assert (check.holds, check.detail) == (None, "the template leaves out the reasoning")

@@ -140,11 +140,14 @@ def _parse_check(
     if turn is None:
         return ParseCheck(name, holds=None, detail="the template writes no such turn after its own prompt")
     shown, completion = turn
-    left_out = [what for key, what in _PARTS.items() if message.get(key) and not shown.get(key)]
+    left_out = [key for key in _PARTS if message.get(key) and not shown.get(key)]
     if left_out:
-        parts, last = " and the ".join(left_out), completion[-2:]
-        if last in MARK.findall(renderer.format(setup).within_turns):
-            stop = renderer.tokenizer.spell_marks(last)
+        # An engine stops at the first stop token, so the agent never gets what the template writes after it.
+        after = renderer.render_text([*history, message], setup, generate=False).partition(completion)[2]
+        late = [key for key in left_out if _word_of(message, key) in after]
+        parts = " and the ".join(_PARTS[key] for key in late or left_out)
+        if late:
+            stop = renderer.tokenizer.spell_marks(completion[-2:])
             detail = f"the template writes the stop token {stop} before the {parts}, so engines end the turn there"
             return ParseCheck(name, holds=False, detail=detail)
         return ParseCheck(name, holds=None, detail=f"the template leaves out the {parts}")
@@ -157,6 +160,10 @@ def _parse_check(
     # A reply with a problem is the fallback for a parser that failed.
     problem = reply.problem or _difference(shown, reply)
     return ParseCheck(name, holds=not problem, detail=problem or "")
+
+
+def _word_of(message: Message, part: str) -> str:
+    return str(message[part][0]["function"]["name"] if part == "tool_calls" else message[part])
 
 
 def _writes_content_as_reasoning(
