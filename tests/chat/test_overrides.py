@@ -161,6 +161,6 @@ def test_a_failed_parser_is_reported_with_the_line_that_failed(renderer: Rendere
     def fail(completion: Completion) -> Reply:
         raise KeyError("x")
 
-    renderer.overrides = Overrides("broken", parser=parse_whole(renderer, fail))
-    parser = renderer.parser(setup_for(renderer))
+    broken = Renderer(renderer.tokenizer, renderer.template, Overrides("broken", parse_whole(renderer, fail)))
+    parser = broken.parser(setup_for(broken))
     assert "KeyError in test_overrides.py" in parser.finish()[1].problem
