@@ -172,5 +172,5 @@ def test_placeholder_ids_are_neither_sampled_nor_accepted_without_an_image(
 
     assert processor.placeholder_id not in asyncio.run(top([5, 6]))
     for prompt, images in ((ids, []), (ids[:-4] + ids[-3:], media), ([5, 6, 7] * 9, media)):
-        with pytest.raises(InvalidRequest, match="image placeholder ids, its media cover"):
+        with pytest.raises(InvalidRequest, match="image placeholder ids, but its images cover"):
             asyncio.run(sampled(vision_engine, prompt, images))
