@@ -192,6 +192,12 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         assistant("1"),
         user("2"),
     ),
+    "the name of a field": (
+        written("{% if 'tool_calls' in m.content %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("tool_calls")],
+        assistant("1"),
+        user("2"),
+    ),
     "a word in a dict": (
         written("{% if m.content in {'/deep': 1} %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
         [user("/deep")],

@@ -59,7 +59,7 @@ def trajectories(
 
 
 def trained_turns(session: Session, leaf: int) -> list[Turn]:
-    """Return the turns on the branch to `leaf`, root first, whose sampled tokens have `loss_mask` True."""
+    """Return the turns on the branch to `leaf`, root first, that have sampled tokens with `loss_mask` True."""
     earlier = {turn.seq for other in session.leaves() if other < leaf for turn in session.path(other)}
     return [turn for turn in session.path(leaf) if turn.seq not in earlier]
 

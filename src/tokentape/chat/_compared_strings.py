@@ -60,7 +60,7 @@ def _strings_read(template: nodes.Template) -> list[str]:
     """Return the strings of a template, except those that it only writes or that are no texts of messages.
 
     A template may compare any other with a text, also by way of variables, dicts, macros and filters. Names of fields
-    that it reads, such as `content`, are left out too.
+    that it reads, such as `content`, are left out too, unless it compares them, or puts them in a list or a call.
     """
     loaded = Counter(name.name for name in template.find_all(nodes.Name) if name.ctx == "load")
     written = [node for output in template.find_all(nodes.Output) for node in _written(output)]
@@ -70,6 +70,9 @@ def _strings_read(template: nodes.Template) -> list[str]:
             written += _written(nodes.Output([assignment.node]))
     skipped = {id(node) for node in (*written, *_no_texts(template))}
     fields = {_field(item) for item in template.find_all((nodes.Getattr, nodes.Getitem))}
+    lists = (node.node for node in template.find_all(nodes.Assign) if isinstance(node.node, nodes.Literal))
+    for used in (*template.find_all((nodes.Compare, nodes.Call, nodes.Test)), *lists):
+        fields.difference_update(_strings_in(used, skipped))
     texts = dict.fromkeys(_strings_in(template, skipped))
     return [t for t in texts if t.strip() and len(t) <= _LONGEST and t not in _ROLES and t not in fields]
 
