@@ -157,13 +157,19 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         user("4"),
     ),
     "a number in a text": (
-        written("{% if m.content | int > 10 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        written(
+            "{% if m.role == 'user' and m.content | int > 10 %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
         [user("42")],
         assistant("1"),
         user("2"),
     ),
     "a text of digits": (
-        written("{% if m.content.isdigit() %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        written(
+            "{% if m.role == 'user' and m.content.isdigit() %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
         [user("7")],
         assistant("one"),
         user("two"),
@@ -199,8 +205,78 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         user("2"),
     ),
     "a word in a dict": (
-        written("{% if m.content in {'/deep': 1} %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        written(
+            "{% if m.role == 'user' and m.content in {'/deep': 1} %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
         [user("/deep")],
+        assistant("1"),
+        user("2"),
+    ),
+    "a word that a filter makes": (
+        written(
+            "{% if '-'.join(['/deep', 'mode']) in m.content or ['/de', 'ep'] | join in m.content %}"
+            "{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("/deep")],
+        assistant("1"),
+        user("2"),
+    ),
+    "a word that a macro in a set block writes": (
+        written(
+            "{% if word in m.content %}{% set ns.deep = true %}{% endif %}",
+            before="{% macro deep() %}{{ '/de' }}ep{% endmacro %}{% set word %}{{ deep() }}{% endset %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("go /deep")],
+        assistant("1"),
+        user("2"),
+    ),
+    "how the name of a tool begins": (
+        written(
+            "{% for t in m.tool_calls or [] %}{% if t.function.name.startswith('lo') %}{% set ns.deep = true %}"
+            "{% endif %}{% endfor %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), *step(1)],
+        assistant("1"),
+        user("2"),
+    ),
+    "a word in the arguments of a call": (
+        written(
+            "{% for t in m.tool_calls or [] %}{% if 'rm -rf' in t.function.arguments | tojson %}"
+            "{% set ns.deep = true %}{% endif %}{% endfor %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), calling(command="rm -rf x"), step(1)[1]],
+        assistant("1"),
+        user("2"),
+    ),
+    "a word in earlier reasoning": (
+        written(
+            "{% if loop.index0 == 1 and messages | length > 3 and 'unsure' in (m.reasoning_content or '') %}"
+            "{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), assistant("1", reasoning_content="I am unsure."), user("2")],
+        assistant("1"),
+        user("2"),
+    ),
+    "a result without text": (
+        written(
+            "{% if m.role == 'tool' and not m.content %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"
+        ),
+        [user("1"), step(1)[0], {**step(1)[1], "content": ""}],
+        assistant("1"),
+        user("2"),
+    ),
+    "a letter outside ASCII": (
+        written(
+            "{% if m.role == 'user' and not m.content.isascii() %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("Où?")],
         assistant("1"),
         user("2"),
     ),

@@ -382,9 +382,40 @@ COUNTED = FRAMED.replace(
 )
 
 
-def test_a_bridge_that_depends_on_the_text_of_the_turn_is_not_certified() -> None:
-    renderer = renderer_of(COUNTED)
+ASKS_ABOUT_LETTERS = FRAMED.replace(
+    "<|im_end|>\n{% endif %}{% endfor %}",
+    "<|im_end|>\n{{ '' if m.content is undefined or m.content.isascii() else '(unicode)' }}{% endif %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("source", [COUNTED, ASKS_ABOUT_LETTERS], ids=["counted", "letters"])
+def test_a_bridge_that_depends_on_the_text_of_the_turn_is_not_certified(source: str) -> None:
+    renderer = renderer_of(source)
     found = Continuations(renderer, grammar.setup(renderer.fingerprint, {})).find("user")
+    assert found.strategy == "fork"
+
+
+def asking(about: str) -> str:
+    """Return a template with a prompt that depends on something in earlier turns."""
+    flag = "{% set ns = namespace(asked=false) %}"
+    ask = "{% for m in messages %}{% if " + about + " %}{% set ns.asked = true %}{% endif %}"
+    return (flag + FRAMED.replace("{% for m in messages %}", ask, 1)).replace(
+        "<|im_start|>assistant\n{% endif %}", "{{ ns.asked }}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "about"),
+    [
+        ("user", "'unsure' in (m.reasoning_content or '')"),
+        ("tool", "m.tool_calls and 'rm -rf' in m.tool_calls[0].function.arguments"),
+        ("tool", "m.tool_calls and m.tool_calls[0].function.arguments | length > 1"),
+        ("user", "m.role == 'assistant' and m.content == '/deep'"),
+    ],
+)
+def test_a_bridge_that_depends_on_words_in_the_turn_is_not_certified(name: str, about: str) -> None:
+    renderer = renderer_of(asking(about))
+    found = Continuations(renderer, grammar.setup(renderer.fingerprint, {})).find(name)
     assert found.strategy == "fork"
 
 

@@ -75,7 +75,7 @@ class Continuations:
                 break
         if strategy in ("local", "contextual"):
             depends, rewritten_by_words = self._under_words(name, shortest)
-            strategy = "contextual" if depends else strategy
+            strategy = "fork" if self._depends_on_words(name, shortest) else "contextual" if depends else strategy
             if rewritten_by_words is not None:
                 rewritten.setdefault(True, rewritten_by_words)
         if not rewritten:
@@ -124,22 +124,46 @@ class Continuations:
             raise
         if any(word in suffix for word in grammar.words_of([*history, *self._setup.tools])):
             return "fork", suffix
-        if grammar.is_clean(reply) and reply["content"] and self._depends_on_turn(conversation):
+        if grammar.is_clean(reply) and reply["content"] and self._depends_on_turn(conversation, suffix):
             return "fork", suffix
         return self._local_or_contextual(conversation, suffix), suffix
 
-    def _depends_on_turn(self, conversation: Conversation) -> bool:
-        """Return whether the text after a turn depends on the turn's text, for which a suffix has a sentinel.
+    def _depends_on_turn(self, conversation: Conversation, suffix: str) -> bool:
+        """Return whether the text after a turn depends on the turn's text, for which `suffix` has a sentinel.
 
-        For example, a template may write how long the turn is.
+        For example, a template may write how long the turn is, or whether it is ASCII.
         """
         content = conversation.reply["content"]
-        after = set()
+        after = set() if conversation.reply.get("tool_calls") else {suffix}
         for text in (content, f"{content} {content}"):
             whole = conversation._replace(reply=self._with(conversation.reply, content=text)).messages
             _, found, rest = self._marked(whole, generate=True).rpartition(text)
             after.add(rest if found else "")
         return len(after) > 1
+
+    def _depends_on_words(self, name: str, shortest: tuple[Message, ...]) -> bool:
+        """Return whether the text after a turn depends on words in parts of it for which a suffix has sentinels."""
+        replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
+
+        def differs(reply: Message) -> bool:
+            conversation = Conversation(shortest, reply, new)
+            return not self._marked(conversation.messages, generate=True).endswith(self._suffix(conversation))
+
+        for words in self._words(new) if not differs(replies[0]) else ():
+            with contextlib.suppress(TemplateRefused):
+                if differs(grammar.saying(replies[0], words)):
+                    return True
+        return False
+
+    def _words(self, new: tuple[Message, ...]) -> Iterator[str]:
+        """Yield the words that the template compares with texts, unusual texts, and the texts of the new messages."""
+        compared = self._renderer.template.compared
+        strings, count = compared.strings, max(compared.length // 5, min(compared.number, HIGHEST))
+        # It may look for several in one text, or for a text with many characters, words or lines.
+        together = (" ".join(strings),) if len(strings) > 1 else ()
+        long = ("long\n" * (count + 1),) if count > 1 else ()
+        repeated = (message["content"] for message in new)
+        yield from dict.fromkeys((*strings, *together, *long, *grammar.UNUSUAL_TEXTS, *repeated))
 
     def _under_words(self, name: str, shortest: tuple[Message, ...]) -> tuple[bool, _Rewritten | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`, and unusual texts.
@@ -162,13 +186,7 @@ class Continuations:
             reason = self._rewrites(conversation, suffix)
             rewritten = (reason, conversation.messages) if reason is not None else rewritten
 
-        compared = self._renderer.template.compared
-        strings, count = compared.strings, max(compared.length // 5, min(compared.number, HIGHEST))
-        # It may look for several in one text, or for a text with many characters, words or lines.
-        together = (" ".join(strings),) if len(strings) > 1 else ()
-        long = ("long\n" * (count + 1),) if count > 1 else ()
-        repeated = (message["content"] for message in new)
-        for words in dict.fromkeys((*strings, *together, *long, *grammar.UNUSUAL_TEXTS, *repeated)):
+        for words in self._words(new):
             with_words = self._with(reply, content=words)
             contents = words, "A plainword."
             changed = [tuple(self._with(message, content=content) for message in new) for content in contents]

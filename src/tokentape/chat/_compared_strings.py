@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 
 _MOST = 64
 """The maximum number of constants that are tried. A template with more is probably built to cost time."""
@@ -17,7 +18,7 @@ HIGHEST = 64
 _LONGEST_TEXT = 2**16
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_NOT_TEXT = ("role", "type", "name", "format", "arguments")
+_NOT_TEXT = ("role", "type", "name", "format")
 """Keys in messages and schemas whose values are not callers' text."""
 _NAMING = {"selectattr": 2, "rejectattr": 2, "map": 1, "select": 1, "reject": 1}
 """How many of a filter's first arguments name fields, tests or filters."""
@@ -41,14 +42,38 @@ class Compared(NamedTuple):
 NOTHING_COMPARED = Compared((), (), 0, 0, 1)
 
 
-def compared(template: nodes.Template) -> Compared:
-    """Return the constants in a template's comparisons, tests and searches."""
+class Noting(NodeTransformer):
+    """Adds a filter `noted` to what a template compares, looks for or passes to filters, unless it is a constant."""
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802 - the name is jinja2's
+        self.generic_visit(node)
+        node.expr = _noted(node.expr)
+        for operand in node.ops:
+            operand.expr = _noted(operand.expr)
+        return node
+
+    def visit_Call(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        node.args = [_noted(argument) for argument in node.args]
+        return node
+
+    visit_Filter = visit_Test = visit_Call  # noqa: N815
+
+
+def _noted(node: nodes.Expr) -> nodes.Expr:
+    return (
+        node if isinstance(node, nodes.Const) else nodes.Filter(node, "noted", [], [], None, None, lineno=node.lineno)
+    )
+
+
+def compared(template: nodes.Template, made: Iterable[str] = ()) -> Compared:
+    """Return the constants in a template's comparisons, tests and searches, and the strings that it has `made`."""
     assigned = _assigned(template)
     comparisons = [[node.expr, *(operand.expr for operand in node.ops)] for node in template.find_all(nodes.Compare)]
     named = [side for sides in comparisons if any(_field(side) == "name" for side in sides) for side in sides]
     number, length = _numbers(template, assigned)
     return Compared(
-        strings=tuple(_strings_read(template)[:_MOST]),
+        strings=tuple(dict.fromkeys([*_strings_read(template), *filter(_is_text, made)]))[:_MOST],
         names=tuple(_texts(named, assigned)[:_MOST]),
         number=number,
         length=length,
@@ -74,7 +99,11 @@ def _strings_read(template: nodes.Template) -> list[str]:
     for used in (*template.find_all((nodes.Compare, nodes.Call, nodes.Test)), *lists):
         fields.difference_update(_strings_in(used, skipped))
     texts = dict.fromkeys(_strings_in(template, skipped))
-    return [t for t in texts if t.strip() and len(t) <= _LONGEST and t not in _ROLES and t not in fields]
+    return [t for t in texts if _is_text(t) and t not in fields]
+
+
+def _is_text(value: str) -> bool:
+    return bool(value.strip()) and len(value) <= _LONGEST and value not in _ROLES
 
 
 def _written(node: nodes.Node) -> Iterator[nodes.Node]:

@@ -278,7 +278,7 @@ _ENDS_BLANK: Message = {"role": "user", "content": "What is a questionword?\n"}
 
 @functools.lru_cache(maxsize=256)
 def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
-    """Return histories with `words`, which a template compares with texts, in messages with each role.
+    """Return histories with `words`, which a template compares with texts, in messages with each role and in calls.
 
     The words are either the whole text, or both its beginning and its end.
     """
@@ -294,14 +294,28 @@ def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
             ({"role": "user", "content": text},),
         )
     ]
-    called = _past("Xq3vT8nLw")[:2]
-    answered = [(*called, _result("Xq3vT8nLw", text)) for text in (words, around)]
-    return (*histories, *answered, (*answered[1], _turn(around), QUESTION))
+    question, called = _past("Xq3vT8nLw")[:2]
+    name = words if words.isidentifier() else "look_up"
+    saying = _turn("", [_call("Xq3vT8nLw", name, {words or "city": around, "place": words})], words)
+    answered = (question, saying, _result("Xq3vT8nLw", around, name))
+    return (*histories, (question, called, _result("Xq3vT8nLw", words)), answered, (*answered, _turn(around), QUESTION))
 
 
-UNUSUAL_TEXTS = ("42", "A LINE\n- 7 of @b, #c at d://e? `f` {g}!!!")
-"""Texts with a number, capitals, a line break and signs, of even and odd length. A template may ask for these by other
-means than a comparison with a constant, such as `isdigit`, `int`, `upper`, `count` or `length % 2`."""
+UNUSUAL_TEXTS = ("42", "A LINE\n- 7 of @b, #c at d://e? `f` {É}!!!", "")
+"""Texts with a number, capitals, a line break, signs and a letter outside ASCII, of even and odd length, and no text.
+
+A template may ask for these by other means than a comparison with a constant, such as `isdigit`, `int`, `upper`,
+`count` or `length % 2`."""
+
+
+def saying(turn: Message, words: str) -> Message:
+    """Return the turn with `words` as its content, as its reasoning and in the arguments of its calls."""
+    calls = [
+        _call(call["id"], call["function"]["name"], {words: words, "place": "here"})
+        for call in turn.get("tool_calls", ())
+    ]
+    return _turn("" if calls else words, calls, words)
+
 
 SAMPLES: tuple[tuple[Message, ...], ...] = (
     (SYSTEM, QUESTION, TURNS["reasoning"], EARLIER),

@@ -96,9 +96,11 @@ class Sandbox(_Environment):
         """Join the parts of a rendering or of a block in it."""
         return usage().concat(pieces)
 
-    def compiled(self, source: str) -> jinja2.Template:
-        """Compile a template. Raises `jinja2.TemplateSyntaxError`."""
+    def compiled(self, source: str, change: NodeTransformer | None = None) -> jinja2.Template:
+        """Compile a template after `change` has changed its tree. Raises `jinja2.TemplateSyntaxError`."""
         tree = self.parse(source)
+        if change is not None:
+            change.visit(tree)
         for escaping in tree.find_all(nodes.ScopedEvalContextModifier):
             if all(isinstance(option.value, nodes.Const) and not option.value.value for option in escaping.options):
                 continue

@@ -7,7 +7,9 @@ reasoning is also passed as `reasoning` because templates that read only that ke
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -20,14 +22,14 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from tokentape.chat._compared_strings import Compared, compared
+from tokentape.chat._compared_strings import Compared, Noting, compared
 from tokentape.chat._limits import Escapes, TimeOver, limited, usage
 from tokentape.chat._media import IMAGE, image_parts
 from tokentape.chat._sandbox import Sandbox
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message, Tool
 
-_ASKED = "asked-word"
+_ASKED, _JANUARY = "asked-word", datetime(2026, 1, 1)
 _FAILURES = (
     TypeError,
     ValueError,
@@ -82,7 +84,8 @@ class ChatTemplate:
     @cached_property
     def compared(self) -> Compared:
         """The constants that the template compares with messages."""
-        return compared(parse_template(self.whole_source.replace("\0", "\n")))
+        made = [text for source in (self.source, self.tool_use_source) if source for text in _made_strings(source)]
+        return compared(parse_template(self.whole_source.replace("\0", "\n")), made)
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -160,7 +163,7 @@ def _takes_parts_only(template: jinja2.Template) -> bool:
                 ) from refused
             return False
 
-    strftime = datetime(2026, 1, 1).strftime
+    strftime = _JANUARY.strftime
     variables = {"bos_token": "", "eos_token": "", "add_generation_prompt": True, "strftime_now": strftime}
     with limited():
         return not shows(_ASKED) and shows([{"type": "text", "text": _ASKED}])
@@ -289,7 +292,41 @@ def parse_template(source: str) -> jinja2.nodes.Template:
 
 
 def _environment() -> Sandbox:
-    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _made_strings(source: str) -> list[str]:
+    """Return the strings that the template compares in a conversation and that do not come from the conversation.
+
+    Unlike constants, they can't be read from the source: the template makes them with a filter, a macro or a set block.
+    """
+    noted: list[Any] = []
+
+    def note(value: Any) -> Any:
+        noted.extend(value if isinstance(value, list | tuple | dict) else [value])
+        return value
+
+    environment = _environment()
+    environment.filters["noted"] = note
+    call = {"id": "asked0000", "type": "function", "function": {"name": _ASKED, "arguments": {_ASKED: _ASKED}}}
+    system, user, answer = ({"role": role, "content": _ASKED} for role in ("system", "user", "assistant"))
+    thought = dict.fromkeys(REASONING_FIELDS, _ASKED)
+    calling = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+    result = {"role": "tool", "name": _ASKED, "tool_call_id": call["id"], "content": _ASKED}
+    said = [user, calling, result, {**answer, **thought}, user]
+    with contextlib.suppress(jinja2.TemplateError, *_FAILURES):  # `_compile` reports what is wrong with a template.
+        with limited():
+            template = environment.compiled(source, Noting())
+        for messages in ([system, *said], said, [user, answer, user], [user, calling, result], [user]):
+            variables = {"messages": messages, "add_generation_prompt": True, "strftime_now": _JANUARY.strftime}
+            with contextlib.suppress(TemplateRefused), limited():
+                _render(template, variables)
+    known = json.dumps([system, *said])
+    return [value for value in noted if isinstance(value, str) and value not in known and _ASKED not in value]
 
 
 @lru_cache(maxsize=32)
@@ -298,12 +335,9 @@ def _compile(source: str) -> jinja2.Template:
 
     Raises `TokenizerUnusable` if the source is not valid.
     """
-    environment = _environment()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["dict"] = _Dict()
     try:
         with limited():
-            return environment.compiled(source)
+            return _environment().compiled(source)
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerUnusable(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
