@@ -215,8 +215,7 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
     ),
     "a word that a filter makes": (
         written(
-            "{% if '-'.join(['/deep', 'mode']) in m.content or ['/de', 'ep'] | join in m.content %}"
-            "{% set ns.deep = true %}{% endif %}",
+            "{% if ['/de', 'ep'] | join in m.content %}{% set ns.deep = true %}{% endif %}",
             prompt="{{ ns.deep }}",
         ),
         [user("/deep")],
@@ -233,9 +232,9 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         assistant("1"),
         user("2"),
     ),
-    "how the name of a tool begins": (
+    "how the name of a tool ends": (
         written(
-            "{% for t in m.tool_calls or [] %}{% if t.function.name.startswith('lo') %}{% set ns.deep = true %}"
+            "{% for t in m.tool_calls or [] %}{% if t.function.name.endswith('ook') %}{% set ns.deep = true %}"
             "{% endif %}{% endfor %}",
             prompt="{{ ns.deep }}",
         ),
@@ -268,15 +267,6 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
             "{% if m.role == 'tool' and not m.content %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"
         ),
         [user("1"), step(1)[0], {**step(1)[1], "content": ""}],
-        assistant("1"),
-        user("2"),
-    ),
-    "a letter outside ASCII": (
-        written(
-            "{% if m.role == 'user' and not m.content.isascii() %}{% set ns.deep = true %}{% endif %}",
-            prompt="{{ ns.deep }}",
-        ),
-        [user("Où?")],
         assistant("1"),
         user("2"),
     ),
