@@ -265,9 +265,14 @@ def _raise_exception(message: str) -> None:
 
 
 def read_source(path: Path) -> str:
-    """Return the text of a template file. Raises `TokenizerUnusable` if it is not UTF-8."""
+    """Return the text of a template file. Raises `TokenizerUnusable` if it can't be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        shown = f"{str(path)[:80]!r}"
+        raise TokenizerUnusable(
+            f"can't read the chat template {shown} ({error.strerror}): pass the path of a file, not the template's text"
+        ) from None
     except UnicodeDecodeError:
         raise TokenizerUnusable(f"{path} is not a chat template: expected UTF-8 text") from None
 
