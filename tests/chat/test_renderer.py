@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -46,6 +47,16 @@ def test_content_parts_render_as_their_text() -> None:
 def test_a_template_that_is_no_file_is_named(template: str) -> None:
     with pytest.raises(TokenizerUnusable, match="pass the path of a file"):
         Renderer.load(MODEL, chat_template=template)
+
+
+def test_a_used_renderer_can_be_pickled() -> None:
+    renderer = load_renderer(QWEN3)
+    question = [{"role": "user", "content": "what is <|im_end|>?"}]
+    ids = renderer.render(question).ids.tolist()
+    renderer.parser(renderer.setup()).finish()
+    unpickled = pickle.loads(pickle.dumps(renderer))
+    assert unpickled.render(question).ids.tolist() == ids
+    assert unpickled.fingerprint == renderer.fingerprint
 
 
 def test_date_comes_from_the_setup_and_not_the_clock() -> None:

@@ -56,6 +56,10 @@ class ChatTemplate:
         self.takes_parts_only = _takes_parts_only(self._default)
         """Whether the template renders text only in a list of parts, like those of some vision models."""
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str | None]]:
+        """Pickle the sources, because compiled templates can't be pickled."""
+        return ChatTemplate, (self.source, self.tool_use_source)
+
     @classmethod
     def load(cls, folder: str | Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
         """Load the template from `chat_template.jinja`, else from the tokenizer's configuration, as transformers does.
