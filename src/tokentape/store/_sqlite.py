@@ -11,10 +11,12 @@ import logging
 import os
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, Self, TypeAlias, get_args
@@ -36,6 +38,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 DATABASE_NAME = "tokentape.db"
 _LOG_NAME = f"{DATABASE_NAME}-wal"
+_INDEX_NAME = f"{DATABASE_NAME}-shm"
 
 PAGE_BYTES = 1024
 """The page size of new files. Small pages waste less: a turn takes a few kilobytes; its last page is seldom full."""
@@ -131,6 +134,11 @@ class _Writer:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         with ExitStack() as undo, explained():
             with exclusive():
+                if fault := log_fault(path):
+                    raise StoreCorrupt(
+                        f"{fault}. Copy {path.parent}, then restore a backup; or, to continue without them, run "
+                        f"sqlite3 {path} 'PRAGMA wal_checkpoint(TRUNCATE)'"
+                    )
                 self._connection = writing_engine(path, synchronous).connect()
                 undo.callback(self._connection.close)
                 with self._connection.begin():
@@ -140,7 +148,7 @@ class _Writer:
             if failure is not None:
                 raise failure.error()
             undo.pop_all()
-        self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, f"{DATABASE_NAME}-shm", LOCK_NAME))
+        self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, _INDEX_NAME, LOCK_NAME))
         self.commits = CommitQueue(
             self._connection, explain, self._after_commit, exclusive, before_answer=self._lost_files
         )
@@ -267,6 +275,55 @@ def file_faults(path: Path) -> Iterator[str]:
     size, expected = path.stat().st_size, (65536 if page_bytes == 1 else page_bytes) * pages
     if size < expected:
         yield f"{path.name} has {size} bytes; expected {expected}, as its header says: the end is missing"
+
+
+def log_fault(path: Path) -> str | None:
+    """Return what is wrong with the write-ahead log of a database; None if no fault is found.
+
+    SQLite ignores a damaged frame of the log (https://www.sqlite.org/walformat.html) and all frames after it. The next
+    commit is written only after the last one is durable. So one ignored commit may be one that never ended, but of two
+    the first was durable.
+    """
+    log, index = path.with_name(_LOG_NAME), path.with_name(_INDEX_NAME)
+    if not log.is_file() or log.stat().st_size <= _LOG_HEADER_BYTES:
+        return None
+    with suppress(sqlite3.Error, OSError), closing(_connect(path, "ro")) as database, open(log, "rb") as file:
+        # This makes SQLite read the log and write to the index how many frames are valid.
+        database.execute("SELECT 1 FROM sqlite_master").fetchone()
+        header = file.read(_LOG_HEADER_BYTES)
+        if not _intact(header):
+            return f"the header of {_LOG_NAME} is damaged, so SQLite ignores the log: acknowledged turns are missing"
+        page_bytes, salts, commits = int.from_bytes(header[8:12], "big"), header[16:24], list[int]()
+        for number in count(1):
+            frame = file.read(24)
+            file.seek(page_bytes, os.SEEK_CUR)
+            if len(frame) < 24:
+                break
+            if frame[8:16] == salts and any(frame[4:8]):
+                commits.append(number)
+        # Read the index after the log: a gateway may commit meanwhile, or begin the log again with other salts.
+        seen = index.read_bytes()[:40]
+        valid = int.from_bytes(seen[16:20], sys.byteorder)
+        ignored = [number for number in commits if number > valid]
+        if len(ignored) > 1 and seen[32:40] == salts:
+            return (
+                f"{_LOG_NAME} is damaged after frame {valid}, so SQLite ignores {len(ignored)} commits: acknowledged "
+                "turns are missing"
+            )
+    return None
+
+
+_LOG_HEADER_BYTES = 32
+
+
+def _intact(header: bytes) -> bool:
+    """Return whether the checksum of the log's header is right."""
+    order: Literal["big", "little"] = "big" if header[3] & 1 else "little"
+    first = second = 0
+    for at in range(0, 24, 8):
+        first = (first + int.from_bytes(header[at : at + 4], order) + second) % 2**32
+        second = (second + int.from_bytes(header[at + 4 : at + 8], order) + first) % 2**32
+    return header[24:32] == first.to_bytes(4, "big") + second.to_bytes(4, "big")
 
 
 _MAGIC = b"SQLite format 3\0"
