@@ -219,7 +219,7 @@ class RemoteEngine(ABC):
 
 def unique_id(request_id: str) -> str:
     """Return `request_id` with a random suffix: an abort ends all calls with the same id, or with it as a prefix."""
-    return f"{header_value(request_id, 'request_id')}-{OWN_CALLS}{secrets.token_hex(8)}"
+    return f"{header_value(request_id, 'request_id')}-{OWN_CALLS}{secrets.token_hex(16)}"
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

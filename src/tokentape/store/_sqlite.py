@@ -11,16 +11,16 @@ import logging
 import os
 import shutil
 import sqlite3
-import sys
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, Self, TypeAlias, get_args
 
+import numpy as np
 from sqlalchemy import Engine, NullPool, QueuePool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
@@ -38,7 +38,6 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 DATABASE_NAME = "tokentape.db"
 _LOG_NAME = f"{DATABASE_NAME}-wal"
-_INDEX_NAME = f"{DATABASE_NAME}-shm"
 
 PAGE_BYTES = 1024
 """The page size of new files. Small pages waste less: a turn takes a few kilobytes; its last page is seldom full."""
@@ -148,7 +147,7 @@ class _Writer:
             if failure is not None:
                 raise failure.error()
             undo.pop_all()
-        self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, _INDEX_NAME, LOCK_NAME))
+        self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, f"{DATABASE_NAME}-shm", LOCK_NAME))
         self.commits = CommitQueue(
             self._connection, explain, self._after_commit, exclusive, before_answer=self._lost_files
         )
@@ -278,52 +277,51 @@ def file_faults(path: Path) -> Iterator[str]:
 
 
 def log_fault(path: Path) -> str | None:
-    """Return what is wrong with the write-ahead log of a database; None if no fault is found.
+    """Return what is wrong with the write-ahead log of a database; None if no fault is found. A writer may be running.
 
     SQLite ignores a damaged frame of the log (https://www.sqlite.org/walformat.html) and all frames after it. The next
     commit is written only after the last one is durable. So one ignored commit may be one that never ended, but of two
     the first was durable.
     """
-    log, index = path.with_name(_LOG_NAME), path.with_name(_INDEX_NAME)
-    if not log.is_file() or log.stat().st_size <= _LOG_HEADER_BYTES:
-        return None
-    with suppress(sqlite3.Error, OSError), closing(_connect(path, "ro")) as database, open(log, "rb") as file:
-        # This makes SQLite read the log and write to the index how many frames are valid.
-        database.execute("SELECT 1 FROM sqlite_master").fetchone()
-        header = file.read(_LOG_HEADER_BYTES)
-        if not _intact(header):
+    valid = ignored = 0
+    with suppress(FileNotFoundError), open(path.with_name(_LOG_NAME), "rb") as file:
+        header = file.read(32)
+        size, salts = 24 + int.from_bytes(header[8:12], "big"), header[16:24]
+        if len(header) < 32 or not file.peek(1):
+            return None
+        order = "<>"[header[3] & 1]
+        sums = _log_sums((0, 0), header[:24], order)
+        intact = header_intact = _SUMS.pack(*sums) == header[24:]
+        while header_intact and len(frame := file.read(size)) == size:
+            own = frame[8:16] == salts
+            if intact:
+                sums = _log_sums(sums, frame[:8] + frame[24:], order)
+                intact = own and _SUMS.pack(*sums) == frame[16:24]
+            valid += intact
+            ignored += own and not intact and any(frame[4:8])
+        file.seek(0)
+        if file.read(32) != header:
+            return None  # the writer began the log again
+        if not header_intact:
             return f"the header of {_LOG_NAME} is damaged, so SQLite ignores the log: acknowledged turns are missing"
-        page_bytes, salts, commits = int.from_bytes(header[8:12], "big"), header[16:24], list[int]()
-        for number in count(1):
-            frame = file.read(24)
-            file.seek(page_bytes, os.SEEK_CUR)
-            if len(frame) < 24:
-                break
-            if frame[8:16] == salts and any(frame[4:8]):
-                commits.append(number)
-        # Read the index after the log: a gateway may commit meanwhile, or begin the log again with other salts.
-        seen = index.read_bytes()[:40]
-        valid = int.from_bytes(seen[16:20], sys.byteorder)
-        ignored = [number for number in commits if number > valid]
-        if len(ignored) > 1 and seen[32:40] == salts:
-            return (
-                f"{_LOG_NAME} is damaged after frame {valid}, so SQLite ignores {len(ignored)} commits: acknowledged "
-                "turns are missing"
-            )
-    return None
+    missing = f"SQLite ignores {ignored} commits: acknowledged turns are missing"
+    return None if ignored < 2 else f"{_LOG_NAME} is damaged after frame {valid}, so {missing}"
 
 
-_LOG_HEADER_BYTES = 32
+_SUMS = struct.Struct(">II")
 
 
-def _intact(header: bytes) -> bool:
-    """Return whether the checksum of the log's header is right."""
-    order: Literal["big", "little"] = "big" if header[3] & 1 else "little"
-    first = second = 0
-    for at in range(0, 24, 8):
-        first = (first + int.from_bytes(header[at : at + 4], order) + second) % 2**32
-        second = (second + int.from_bytes(header[at + 4 : at + 8], order) + first) % 2**32
-    return header[24:32] == first.to_bytes(4, "big") + second.to_bytes(4, "big")
+def _log_sums(sums: tuple[int, int], data: bytes, order: str) -> tuple[int, int]:
+    """Continue the checksums of the log's format.
+
+    The log's index has the number of valid frames, but closing that file would release SQLite's locks on it.
+    """
+    first, second = sums
+    words = np.frombuffer(data, f"{order}u4").tolist()
+    for even, odd in zip(words[::2], words[1::2], strict=True):
+        first = (first + even + second) & 0xFFFFFFFF
+        second = (second + odd + first) & 0xFFFFFFFF
+    return first, second
 
 
 _MAGIC = b"SQLite format 3\0"

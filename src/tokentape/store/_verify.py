@@ -87,10 +87,10 @@ def verify(
 
     Checks SQLite's own integrity and its write-ahead log; tables, indexes and triggers; the digest of every setup and
     turn, and the chain from every turn to its parent; that turns are numbered from 0 without gaps, and parents precede
-    children; `checks.turn_faults`; that columns, payloads and recorded answers fit their turns; the hash of every image, and that
-    the images to which turns refer exist; that the sessions in snapshots exist. These checks alone can't find deleted
-    sessions, deleted newest turns, recomputed digests, or valid changes to rewards, columns, payloads, events, answers
-    and metadata.
+    children; `checks.turn_faults`; that columns, payloads and recorded answers fit their turns; the hash of every
+    image, and that the images to which turns refer exist; that the sessions in snapshots exist. These checks alone
+    can't find deleted sessions, deleted newest turns, recomputed digests, or valid changes to rewards, columns,
+    payloads, events, answers and metadata.
 
     A comparison with `against`, a head saved earlier or its file, finds these: anything deleted, changed or moved since
     the head, or inserted before something in the head. Later additions are counted; with `nothing_added`, they are
