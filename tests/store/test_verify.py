@@ -402,15 +402,15 @@ def killed(tmp_path: Path) -> Path:
         return Path(shutil.copytree(tmp_path / "running", tmp_path / "copy"))
 
 
-def damage_log(directory: Path, commit: int | None) -> bytes:
-    """Flip a bit in a commit of the log, or in the log's header. Return the log."""
+def damage_log(directory: Path, commit: int | None, at: int = 100) -> bytes:
+    """Flip a bit in the last frame of a commit of the log, or in the log's header. Return the log."""
     log = directory / "tokentape.db-wal"
     content = bytearray(log.read_bytes())
     page_bytes, salts = int.from_bytes(content[8:12], "big"), content[16:24]
-    frames = [content[at : at + 24] for at in range(32, len(content), 24 + page_bytes)]
+    frames = [content[begin : begin + 24] for begin in range(32, len(content), 24 + page_bytes)]
     commits = [number for number, frame in enumerate(frames) if frame[8:16] == salts and any(frame[4:8])]
     assert len(commits) == 6
-    content[20 if commit is None else 32 + commits[commit] * (24 + page_bytes) + 100] ^= 4
+    content[20 if commit is None else 32 + commits[commit] * (24 + page_bytes) + at] ^= 4
     log.write_bytes(content)
     return bytes(content)
 
@@ -429,3 +429,11 @@ def test_last_commit_which_may_not_have_ended_is_no_finding(killed: Path) -> Non
     damage_log(killed, 5)
     report = verify(killed)
     assert (report.turns, report.findings) == (5, ())
+
+
+def test_remains_of_commits_that_never_ended_are_no_finding(killed: Path) -> None:
+    checksum = 16
+    for commit in (3, 4, 5):
+        damage_log(killed, commit, checksum)
+    report = verify(killed)
+    assert (report.turns, report.findings) == (3, ())

@@ -279,11 +279,11 @@ def file_faults(path: Path) -> Iterator[str]:
 def log_fault(path: Path) -> str | None:
     """Return what is wrong with the write-ahead log of a database; None if no fault is found. A writer may be running.
 
-    SQLite ignores a damaged frame of the log (https://www.sqlite.org/walformat.html) and all frames after it. The next
-    commit is written only after the last one is durable. So one ignored commit may be one that never ended, but of two
-    the first was durable.
+    SQLite ignores a damaged frame of the log (https://www.sqlite.org/walformat.html) and all frames after it. One
+    ignored commit may be one that never ended, and the remains of several may lie there. But if the checksums of a
+    commit continue those of another, the other one was durable.
     """
-    valid = ignored = 0
+    valid = ignored = chained = 0
     with suppress(FileNotFoundError), open(path.with_name(_LOG_NAME), "rb") as file:
         header = file.read(32)
         size, salts = 24 + int.from_bytes(header[8:12], "big"), header[16:24]
@@ -294,11 +294,13 @@ def log_fault(path: Path) -> str | None:
         intact = header_intact = _SUMS.pack(*sums) == header[24:]
         while header_intact and len(frame := file.read(size)) == size:
             own = frame[8:16] == salts
-            if intact:
-                sums = _log_sums(sums, frame[:8] + frame[24:], order)
-                intact = own and _SUMS.pack(*sums) == frame[16:24]
+            follows = own and _SUMS.pack(*_log_sums(sums, frame[:8] + frame[24:], order)) == frame[16:24]
+            sums = _SUMS.unpack(frame[16:24])
+            intact = intact and follows
             valid += intact
-            ignored += own and not intact and any(frame[4:8])
+            if not intact:
+                chained = (chained if follows else 0) + (own and any(frame[4:8]))
+                ignored = max(ignored, chained)
         file.seek(0)
         if file.read(32) != header:
             return None  # the writer began the log again
