@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import ADD, call, setup_for
+from tests.chat.conftest import ADD, SMALL, call, setup_for
 from tests.chat.test_unseen_templates import END, USERS, parsed, readings_of, renderer_of
 from tokentape.chat._certification import written_turn
 from tokentape.chat._grammar import TURNS
 from tokentape.chat._json_text import ObjectEnd
+from tokentape.chat._renderer import Renderer
+from tokentape.chat._template import ChatTemplate
+from tokentape.chat._tokenizer import Tokenizer
 
 CALLS = ("call", "parallel calls", "no arguments")
 
@@ -78,6 +81,11 @@ ARRAY = calling(
     "{% if loop.last %}]{% else %}, {% endif %}"
 )
 LISTED = literal(JSON, ", ").replace("<tool_call>{{ f.name", "[{{ f.name").replace(")</tool_call>", ")]")
+PROGRAM = (
+    literal(JSON, ", ")
+    .replace("<tool_call>{{ f.name", "{% if loop.first %}<tool_call>[{% else %}, {% endif %}{{ f.name")
+    .replace(")</tool_call>", "){% if loop.last %}]</tool_call>{% endif %}")
+)
 ALL = {
     name: source
     for name, source in globals().items()
@@ -280,6 +288,67 @@ def test_json_answer_between_the_brackets_of_calls_is_content(source: str, befor
     reply = parsed(renderer_of(source), f"{before}{call}<|im_end|>", step)
     assert reply.content.strip() == before.strip()
     assert [(call.name, call.arguments, call.status) for call in reply.tool_calls] == [("add", '{"a": 1}', "ok")]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_function_call_after_the_section_of_calls_is_content(step: int) -> None:
+    text = "<tool_call>[add(a=1), add(a=2)]</tool_call>"
+    reply = parsed(renderer_of(PROGRAM), f"{text}add(a=3)<|im_end|>", step)
+    assert ([call.arguments for call in reply.tool_calls], reply.content) == (['{"a": 1}', '{"a": 2}'], "add(a=3)")
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_malformed_call_after_another_keeps_its_name(step: int) -> None:
+    text = "<tool_call>[add(a=1), add(<think>)]</tool_call><|im_end|>"
+    calls = parsed(renderer_of(PROGRAM), text, step).tool_calls
+    assert [(call.name, call.status) for call in calls] == [("add", "ok"), ("add", "bad_arguments")]
+
+
+@pytest.mark.parametrize(
+    ("escaped", "text"),
+    [(r"\ud83e\udee0 a", "🫠 a"), (r"\ud83e a \udee0", "\ufffd a \ufffd"), (r"\ud800\udc03", "\U00010003")],
+)
+def test_escaped_surrogates_in_a_function_call_are_one_character_or_replaced(escaped: str, text: str) -> None:
+    call = f'<tool_call>[add(note="{escaped}")]</tool_call>'
+    assert arguments(PROGRAM, call) == [("add", {"note": text})]
+
+
+def test_strings_of_a_python_list_without_a_comma_are_not_joined() -> None:
+    call = '<tool_call>add\n<arg name="tags">["a" "b"]</arg>\n</tool_call>'
+    assert arguments(TAGS, call) == [("add", {"tags": '["a" "b"]'})]
+
+
+QUOTE = '<|"|>'
+QUOTED = calling(
+    "<tool_call>{{ f.name + '{' }}{% for k, v in f.arguments.items() %}{{ k }}:"
+    + ("{% if v is string %}" + QUOTE + "{{ v }}" + QUOTE + "{% else %}{{ v | tojson }}{% endif %}")
+    + "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}</tool_call>"
+)
+"""Text is between two control tokens with a quote in their spelling, as Gemma 4 writes it."""
+
+
+def quoted_calls(source: str, text: str) -> list[tuple[str, str]]:
+    """Return status and arguments of each call, with a vocabulary that has `QUOTE`."""
+    spec = (SMALL / "qwen3" / "tokenizer.json").read_text(encoding="utf-8")
+    config = json.loads((SMALL / "qwen3" / "tokenizer_config.json").read_bytes())
+    tokenizer = Tokenizer(spec.replace('"<|quad_end|>"', json.dumps(QUOTE)).encode(), config)
+    renderer = Renderer(tokenizer, ChatTemplate(source))
+    return [(call.status, call.arguments) for call in parsed(renderer, f"{text}<|im_end|>", 0).tool_calls]
+
+
+def test_object_keys_without_quotes_may_have_spaces_and_quotes() -> None:
+    call = '<tool_call>add{o:{a b:1,q"q:{:true}},a:2}</tool_call>'
+    assert quoted_calls(QUOTED, call) == [("ok", '{"o": {"a b": 1, "q\\"q": {"": true}}, "a": 2}')]
+
+
+@pytest.mark.parametrize("value", ['a <|"|>b<|"|>', '[<|"|>a<|"|>;<|"|>b<|"|>]', ':<|"|>b<|"|>'])
+def test_quote_token_within_a_value_makes_arguments_bad(value: str) -> None:
+    assert quoted_calls(QUOTED, f"<tool_call>add{{note:{value}}}</tool_call>") == [("bad_arguments", f"note:{value}")]
+
+
+def test_control_token_with_a_quote_is_escaped_in_json_arguments() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"note": "a<|"|>b"}}</tool_call>'
+    assert quoted_calls(ASCII, call) == [("ok", '{"note": "a<|\\"|>b"}')]
 
 
 def test_characters_of_private_planes_stay_in_ascii_json() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -24,7 +25,8 @@ from tokentape.chat._renderer import Renderer
 from tokentape.chat._sandbox import Sandbox
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._template import _compile as compiled_template
-from tokentape.errors import InvalidRequest, TemplateRefused
+from tokentape.demo import MODEL
+from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Provenance
 
 pytestmark = pytest.mark.usefixtures("source")
@@ -39,6 +41,22 @@ def test_content_parts_render_as_their_text() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]}]
     whole = [{"role": "user", "content": "one two"}]
     assert renderer.render(parts, setup).ids.tolist() == renderer.render(whole, setup).ids.tolist()
+
+
+@pytest.mark.parametrize("template", ["missing.jinja", "{{ messages[0].content }}" * 30], ids=["missing file", "text"])
+def test_a_template_that_is_no_file_is_named(template: str) -> None:
+    with pytest.raises(TokenizerUnusable, match="pass the path of a file"):
+        Renderer.load(MODEL, chat_template=template)
+
+
+def test_a_used_renderer_can_be_pickled() -> None:
+    renderer = load_renderer(QWEN3)
+    question = [{"role": "user", "content": "what is <|im_end|>?"}]
+    ids = renderer.render(question).ids.tolist()
+    renderer.parser(renderer.setup()).finish()
+    unpickled = pickle.loads(pickle.dumps(renderer))
+    assert unpickled.render(question).ids.tolist() == ids
+    assert unpickled.fingerprint == renderer.fingerprint
 
 
 def test_date_comes_from_the_setup_and_not_the_clock() -> None:

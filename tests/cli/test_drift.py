@@ -45,6 +45,15 @@ def test_record_is_measured_with_its_served_tokenizer(run: Run, record: Record) 
     }
 
 
+def test_a_different_tokenizer_than_the_served_one_is_named(run: Run, record: Record, tmp_path: Path) -> None:
+    data = record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])
+    assert "different tokenizer.json" not in run("drift", data, "--tokenizer", MODEL).stderr
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    with open(other / "tokenizer.json", "a") as file:
+        file.write("\n")
+    assert "was served with a different tokenizer.json" in run("drift", data, "--tokenizer", other).stderr
+
+
 def test_without_drift_there_is_no_breakdown(run: Run, record: Record) -> None:
     output = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])).stdout
     assert re.search(r"completions that drifted +0.000%, 0 of 1\b", output)

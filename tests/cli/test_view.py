@@ -42,7 +42,8 @@ def test_data_directory_is_shown_locally_until_an_interrupt(record: Record) -> N
         assert [session["session_id"] for session in listed["sessions"]] == ["s"]
         about = httpx2.get(f"{url}/api/about").json()
         assert (about["text"], about["against"], about["overview"]) == (True, ["retokenized", "rerendered"], False)
-        assert httpx2.get(f"{url}/api/sessions", headers={"host": "evil.example"}).status_code == 403
+        refused = httpx2.get(f"{url}/api/sessions", headers={"host": "evil.example"})
+        assert (refused.status_code, "pass --host" in refused.text) == (403, True)
         assert httpx2.get(url.removesuffix("/view"), follow_redirects=False).headers["location"] == "/view"
         missing = httpx2.get(f"{url}/api/sessions/nothing")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokentape.engines._base import SampleDelta, SamplingParams
-from tokentape.engines._replies import EngineReply, ReceivedTokens, alternatives, decode, joined
+from tokentape.engines._replies import OWN_CALLS, EngineReply, ReceivedTokens, alternatives, decode, joined
 from tokentape.errors import EngineContractError, EngineUnavailable
 
 PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(7,), stop_strings=("end",))
@@ -157,6 +158,21 @@ def test_malformed_reply_is_refused_without_its_text() -> None:
     with pytest.raises(EngineContractError, match="SGLang") as caught:
         decode(b'{"ids": ["secret prompt"]}', Shape, "SGLang")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "refused"),
+    [("cmpl-call-1-OWN22", True), ("cmpl-call-1-OWN11-0", False), ("a-proxy-s-own-id", False), ("", False)],
+)
+def test_reply_with_the_id_of_another_call_is_refused(named: str, refused: bool) -> None:
+    class Empty(EngineReply):
+        def _read(self, data: bytes) -> SampleDelta | None:
+            return None
+
+    reply = Empty(PARAMS, 10, path="/", prompt=b"[5]", prompt_tokens=1, call=f"call-1-{OWN_CALLS}11")
+    event = b'{"id":"%s"}' % named.replace("OWN", OWN_CALLS).encode()
+    with pytest.raises(EngineContractError, match="the id of another call") if refused else nullcontext():
+        reply.feed(event)
 
 
 EVENTS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from([None, "v1", "v2"])), max_size=12)

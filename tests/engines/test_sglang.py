@@ -43,6 +43,7 @@ from tests.waiting import PATIENCE
 
 from tokentape._supports import kept_ids
 from tokentape.engines._base import DISTRIBUTION, SampleDelta, SamplingParams, Timeouts, WeightSpan
+from tokentape.engines._remote import unique_id
 from tokentape.engines._replies import DONE
 from tokentape.engines._sglang import SglangEngine
 from tokentape.engines._sglang_reply import SglangReply
@@ -504,6 +505,13 @@ def test_inconsistent_reply_is_refused(server: FakeServer, change: Callable[[Eve
         sample(server, answer=tampered(change))
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_reply_to_another_call_is_refused(server: FakeServer, stream: bool) -> None:
+    other = unique_id("call-1")
+    with pytest.raises(EngineContractError, match="the id of another call"):
+        sample(server, answer=lambda body: generate({**body, "rid": other}), stream=stream)
+
+
 def test_an_id_outside_the_callers_vocabulary_is_refused(server: FakeServer) -> None:
     with pytest.raises(EngineContractError, match="sampled id 13; the vocabulary has ids 0 to 12"):
         sample(server, vocab_size=13)
@@ -515,6 +523,17 @@ def test_an_incremental_stream_that_lost_an_event_is_refused(server: FakeServer)
 
     with pytest.raises(EngineContractError):
         sample(server, answer=tampered(lose, incremental=True))
+
+
+def test_wrong_count_does_not_make_a_stream_of_all_ids_incremental(server: FakeServer) -> None:
+    def count_one_more(sent: Events) -> None:
+        del sent[1]
+        sent[0]["output_ids"], sent[1]["output_ids"] = [11], [11, 11]
+        sent[1]["meta_info"].update(completion_tokens=3, output_token_logprobs=[[-0.5, 11, None], [-1.5, 11, None]])
+
+    server.answers = answers(incremental_streaming_output=False)
+    with pytest.raises(EngineContractError, match="counts 3 prompt and 3 completion tokens"):
+        sample(server, answer=tampered(count_one_more))
 
 
 def test_an_abort_in_the_server_ends_with_the_tokens_so_far(server: FakeServer) -> None:

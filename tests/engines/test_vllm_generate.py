@@ -47,6 +47,7 @@ from tokentape.engines._base import (
     WeightSpan,
 )
 from tokentape.engines._pool import EnginePool
+from tokentape.engines._remote import unique_id
 from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, UnsupportedParameter
 
@@ -588,3 +589,10 @@ def test_images_need_the_generate_route(server: FakeVllm) -> None:
             await engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_reply_to_another_call_is_refused(server: FakeVllm, stream: bool) -> None:
+    other = unique_id("call-1")
+    with pytest.raises(EngineContractError, match="the id of another call"):
+        open_and_sample(server, answer=lambda body: plain_answer({**body, "request_id": other}), stream=stream)

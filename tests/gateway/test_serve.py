@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS
-from tokentape.gateway._serve import _Server, running, serve
+from tokentape.gateway._serve import _Server, end_signals, running, serve
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -68,7 +68,7 @@ def test_failed_application_startup_raises() -> None:
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_serve_is_ready_when_announced_and_returns_on_a_signal(number: signal.Signals) -> None:
     texts: list[str] = []
     raised: list[int] = []
@@ -85,3 +85,11 @@ def test_serve_is_ready_when_announced_and_returns_on_a_signal(number: signal.Si
         signal.signal(number, before)
     assert texts == ["hello"]
     assert not raised  # for the process the signal has been handled
+
+
+def test_hangup_that_nohup_ignores_does_not_end_the_gateway() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in end_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)

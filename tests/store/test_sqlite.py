@@ -23,6 +23,7 @@ from tests.records import (
     make_turn,
 )
 from tests.store.conftest import open_databases
+from tests.store.test_verify import damage_log, killed  # noqa: F401 - a fixture
 from tokentape.errors import (
     InvalidRequest,
     StoreCorrupt,
@@ -201,6 +202,17 @@ def test_removing_the_log_loses_nothing(store: SqliteStore, tmp_path: Path) -> N
     shutil.copy(tmp_path / "tokentape.db", copy)
     with SqliteStore.open(copy) as copied:
         assert len(copied.load_session("s").turns) == 3
+
+
+def test_damaged_log_is_refused_and_kept(killed: Path) -> None:  # noqa: F811
+    log = damage_log(killed, 3)
+    with pytest.raises(StoreCorrupt, match="acknowledged turns are missing"):
+        SqliteStore.open(killed)
+    assert (killed / "tokentape.db-wal").read_bytes() == log
+    with closing(sqlite3.connect(killed / "tokentape.db")) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with SqliteStore.open(killed) as store:
+        assert len(store.load_session("s").turns) == 3
 
 
 def test_other_users_can_not_read_a_record(tmp_path: Path) -> None:

@@ -391,3 +391,49 @@ def test_a_damaged_file_s_findings_say_where(directory: Path, damage: Callable[[
     assert any(re.match(where, problem) for problem in problems), problems
     assert any(problem.endswith("; restore it from a backup or an archive") for problem in problems), problems
     assert not any("tokentape verify" in problem for problem in problems), problems
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """Return a copy of a record with six commits in its log, as after kill -9."""
+    with SqliteStore.open(tmp_path / "running") as store:
+        for turn in make_chain("s", 6):
+            asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn) if turn.seq == 0 else store.write(turn))
+        return Path(shutil.copytree(tmp_path / "running", tmp_path / "copy"))
+
+
+def damage_log(directory: Path, commit: int | None, at: int = 100) -> bytes:
+    """Flip a bit in the last frame of a commit of the log, or in the log's header. Return the log."""
+    log = directory / "tokentape.db-wal"
+    content = bytearray(log.read_bytes())
+    page_bytes, salts = int.from_bytes(content[8:12], "big"), content[16:24]
+    frames = [content[begin : begin + 24] for begin in range(32, len(content), 24 + page_bytes)]
+    commits = [number for number, frame in enumerate(frames) if frame[8:16] == salts and any(frame[4:8])]
+    assert len(commits) == 6
+    content[20 if commit is None else 32 + commits[commit] * (24 + page_bytes) + at] ^= 4
+    log.write_bytes(content)
+    return bytes(content)
+
+
+def test_intact_log_has_no_findings(killed: Path) -> None:
+    assert verify(killed).findings == ()
+
+
+@pytest.mark.parametrize("commit", [None, 0, 4])
+def test_damaged_log_is_reported(killed: Path, commit: int | None) -> None:
+    damage_log(killed, commit)
+    assert any("acknowledged turns are missing" in finding.problem for finding in verify(killed).findings)
+
+
+def test_last_commit_which_may_not_have_ended_is_no_finding(killed: Path) -> None:
+    damage_log(killed, 5)
+    report = verify(killed)
+    assert (report.turns, report.findings) == (5, ())
+
+
+def test_remains_of_commits_that_never_ended_are_no_finding(killed: Path) -> None:
+    checksum = 16
+    for commit in (3, 4, 5):
+        damage_log(killed, commit, checksum)
+    report = verify(killed)
+    assert (report.turns, report.findings) == (3, ())

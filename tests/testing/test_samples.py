@@ -234,6 +234,29 @@ def test_trainer_padding_is_reported_as_padding() -> None:
     assert finding.text.endswith(f"after the first {len(first.token_ids)} tokens, {advice}")
 
 
+def test_a_weight_that_is_not_a_number_is_not_equal() -> None:
+    golden = BY_NAME["exact"]
+    rows = right(golden)
+    rows[0].weights[np.flatnonzero(rows[0].weights)[1]] = np.nan
+    assert {finding.kind for finding in findings(golden, rows)} == {"weights out of proportion"}
+
+
+@pytest.mark.parametrize("of_row", [False, True])
+def test_weight_versions_may_be_numbers(of_row: bool) -> None:
+    golden = BY_NAME["two weight versions"]
+    rows = [replace(row, weight_versions=[int(name or -1) for name in row.weight_versions]) for row in right(golden)]
+    if of_row:
+        rows = [replace(row, weight_versions={*row.weight_versions} - {-1}) for row in rows]
+    assert findings(golden, rows) == []
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_negated_or_cleared_reward_is_not_counted_several_times(factor: float) -> None:
+    golden = BY_NAME["exact"]
+    rows = [replace(row, reward=factor * (row.reward or 0.0)) for row in right(golden)]
+    assert {finding.kind for finding in findings(golden, rows)} == {"reward differs"}
+
+
 def test_negative_weights_are_not_equal() -> None:
     golden = BY_NAME["exact"]
     rows = [replace(row, weights=-np.array(row.weights)) for row in right(golden)]

@@ -132,6 +132,8 @@ FIRST_TRAINED.loss_mask[0] = True
         ([FIRST_TRAINED], {}, "which no logits predict"),
         ([with_column(make_sample(0, 4), "x", 1), make_sample(1, 4)], {}, "has columns"),
         ([with_column(make_sample(0, 4), "x", [0, 0, np.nan, 1])], {}, "column 'x' has no value for 1 trained"),
+        ([with_column(make_sample(0, 4), "logprobs", 1)], {}, "named 'logprobs', as another array"),
+        ([with_column(make_sample(0, 4), "target_ids", 1)], {}, "named 'target_ids', as another array"),
     ],
 )
 def test_batches_that_would_train_wrongly_are_refused(
@@ -192,6 +194,19 @@ def test_model_output_is_equal_in_every_layout(model_dir: Path) -> None:
     for other in others:
         for expected, actual in zip(first, other, strict=True):
             np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_models_of_transformers_find_packed_samples_by_positions(model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa").eval()
+    batch = packed([make_sample(n, size) for n, size in enumerate([4, 10, 6])], pad_id=0, vocab_size=1000)
+    arrays = to_torch(batch.arrays())
+    with torch.no_grad():
+        logits = model(input_ids=arrays["input_ids"], position_ids=arrays["position_ids"], use_cache=False).logits[0]
+        for _, start, end in batch.places.tolist():
+            alone = model(input_ids=arrays["input_ids"][:, start:end]).logits[0]
+            torch.testing.assert_close(logits[start:end], alone, atol=1e-4, rtol=0)
 
 
 def test_a_misspelled_side_is_refused() -> None:

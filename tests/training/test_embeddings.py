@@ -9,17 +9,16 @@ import pytest
 
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
-from tokentape.training._tokenizer import (
+from tokentape.training import (
     Auxiliary,
-    Pieces,
     TrainingTokenizer,
     enlarge_model,
-    enlarged,
     mean_of_pieces,
     normal,
     pieces_of,
     token_adapt,
 )
+from tokentape.training._tokenizer import Pieces, enlarged
 
 OLD = np.array([[1, 0], [0, 1], [-1, 0], [3, 4]], np.float32)
 

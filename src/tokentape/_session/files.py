@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tokentape._durable import durable_file
 from tokentape._session.arrow import iter_parquet, write_parquet
 from tokentape._session.fields import TRAJECTORIES, Layout
 from tokentape._session.jsonl import read_jsonl, write_jsonl
@@ -34,7 +35,8 @@ def iter_file(path: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Traje
 
 
 def write_file(trajectories: Iterable[Trajectory], path: str | Path, layout: Layout = TRAJECTORIES) -> int:
-    """Write a file with this layout, and return the number of rows."""
-    if Path(path).suffix == ".jsonl":
-        return write_jsonl(trajectories, path, layout)
-    return write_parquet(list(trajectories), path, layout=layout)
+    """Write a file with this layout, and return the number of rows. If it raises, no file appears."""
+    with durable_file(Path(path)) as file:
+        if Path(path).suffix == ".jsonl":
+            return write_jsonl(trajectories, file, layout)
+        return write_parquet(list(trajectories), file, layout=layout)

@@ -71,6 +71,14 @@ def call_ids(message: Message) -> list[Any]:
     return [call.get("id") for call in message.get("tool_calls") or ()]
 
 
+def with_name(message: Message, name: Any) -> Message:
+    """Return an assistant message with another name, or without one if `name` is None; other messages unchanged."""
+    if message.get("role") != "assistant" or message.get("name") == name:
+        return message
+    plain = {field: value for field, value in message.items() if field != "name"}
+    return plain if name is None else {**plain, "name": name}
+
+
 def renamed_calls(messages: Iterable[Message], names: Callable[[int, Message], Sequence[Any]]) -> list[Message]:
     """Return the messages with new ids for tool calls and for the results that refer to them.
 

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tokentape._session.matching import call_ids, chained, history_keys, message_key, reasoning_of, renamed_calls
+from tokentape._session.matching import (
+    call_ids,
+    chained,
+    history_keys,
+    message_key,
+    reasoning_of,
+    renamed_calls,
+    with_name,
+)
 from tokentape._session.messages import LazyMessages
 from tokentape.types import Event, Message, SessionInfo, TokenIds, Turn
 
@@ -137,11 +145,11 @@ class Session:
         return None
 
     def with_recorded_ids(self, messages: Sequence[Message], setup: str) -> tuple[Message, ...] | None:
-        """Return the messages with the recorded tool call ids, for a harness that renames calls.
+        """Return the messages with the recorded tool call ids and names, for a harness that renames calls or speakers.
 
-        Histories are matched by which result answers which call, not by ids. Return None if no turn matches, if several
-        match and differ in their ids, or if a changed id belongs to a different call in this session, because the
-        harness then did not rename the call.
+        Histories are matched by which result answers which call, not by ids, and without the names of assistants.
+        Return None if no turn matches, if several match and differ in ids or names, or if a changed id belongs to a
+        different call in this session, because the harness then did not rename the call.
         """
         if not self.turns:
             return None
@@ -181,7 +189,7 @@ class Session:
         return any(call_id != own_id and call_id in self._call_ids for call_id, own_id in pairs)
 
     def _renamed(self, messages: Sequence[Message], seq: int) -> tuple[Message, ...] | None:
-        """Return the messages with the call ids on the path to `seq`; None if an id belongs to a different call."""
+        """Return the messages with the ids and names on the path to `seq`; None if an id is a different call's."""
         recorded = [message for turn in self.path(seq) for message in (*turn.messages, turn.reply)]
         if any(self._names_others(message, own) for message, own in zip(messages, recorded, strict=False)):
             return None
@@ -189,7 +197,8 @@ class Session:
         def ids(index: int, message: Message) -> Sequence[Any]:
             return call_ids(recorded[index] if index < len(recorded) else message)
 
-        return tuple(renamed_calls(messages, ids))
+        named = [with_name(message, own.get("name")) for message, own in zip(messages, recorded, strict=False)]
+        return tuple(renamed_calls([*named, *messages[len(named) :]], ids))
 
     def continuation_of_ids(self, prompt_ids: TokenIds, recorded_as: Message) -> ContinuationPoint:
         """Find the deepest turn, with any setup, whose context and completion are a prefix of `prompt_ids`.
@@ -273,7 +282,7 @@ class Session:
         If the messages continue turn `parent`, those on its path are known. The others need evidence, because clients
         write assistant messages too (examples for a subagent, cached answers), and many replies are equal: the recorded
         ids of tool calls, equal reasoning, or an equal message before; else that the reply before or after was sampled
-        by the turn before or after. Replies are equal even if a harness renamed their tool calls.
+        by the turn before or after. Replies are equal even if a harness renamed them or their tool calls.
         """
         replies: dict[int, Turn] = {}
         known = -1
@@ -396,8 +405,9 @@ def unread_turns(events: Iterable[Event]) -> set[int]:
 
 
 def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """Replace each tool call's id by the call's position in its message."""
-    return renamed_calls(messages, lambda _, message: range(len(call_ids(message))))
+    """Replace each tool call's id by the call's position in its message, and leave out the names of assistants."""
+    unnamed = [with_name(message, None) for message in messages]
+    return renamed_calls(unnamed, lambda _, message: range(len(call_ids(message))))
 
 
 def _linked(newest: int, before: Mapping[int, int]) -> Iterator[int]:

@@ -1,15 +1,14 @@
 """Convert one model's messages to token ids and back: render, bridge and parse with its own chat template.
 
     renderer = Renderer.load("path/to/model")
-    setup = renderer.setup(tools, date="2026-01-01")
-    prompt = renderer.render(messages, setup)                       # ids, each with a provenance code
-    parser = renderer.parser(setup)
-    parser.feed(sampled_ids)
-    _, reply = parser.finish()                                      # content, reasoning, tool calls
-    more = renderer.bridge(sampled_ids, reply.message(), new_messages, setup)  # ids to append for new messages
+    conversation = Conversation(renderer, messages, tools)
+    ids = sample(conversation.token_ids, stop=conversation.stop_ids)
+    reply = conversation.add_completion(ids)                        # content, reasoning, tool calls
+    conversation.add_messages(new_messages)                         # appends the certified bridge
 
-`certify` renders a grammar of conversations with the template and returns a `Certificate`: which bridges are exact,
-which messages the parser reads back unchanged, and what the template drops.
+Its parts are `Renderer.render`, `Renderer.parser` and `Renderer.bridge`. `certify` renders a grammar of conversations
+with the template and returns a `Certificate`: which bridges are exact, which messages the parser reads back unchanged,
+and what the template drops.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from tokentape.chat._certificate import Certificate, Continuation, ParseCheck
     from tokentape.chat._certificate_cache import load_or_certify
     from tokentape.chat._certification import certify
+    from tokentape.chat._conversation import Conversation
     from tokentape.chat._external_renderer import ExternalRenderer, RendererObject
     from tokentape.chat._media import ImageProcessor
     from tokentape.chat._overrides import Completion, Overrides, parse_whole
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tokentape.chat._tokenizer import Tokenizer
 
 __all__ = [
-    "Certificate", "Completion", "Continuation", "ExternalRenderer", "ImageProcessor", "Overrides", "ParseCheck",
-    "PromptTokens", "Renderer", "RendererObject", "Reply", "ReplyDelta", "ReplyParser", "Tokenizer", "ToolCall",
-    "certify", "load_or_certify", "parse_whole",
+    "Certificate", "Completion", "Continuation", "Conversation", "ExternalRenderer", "ImageProcessor", "Overrides",
+    "ParseCheck", "PromptTokens", "Renderer", "RendererObject", "Reply", "ReplyDelta", "ReplyParser", "Tokenizer",
+    "ToolCall", "certify", "load_or_certify", "parse_whole",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__)

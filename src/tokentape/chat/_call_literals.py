@@ -21,9 +21,14 @@ from tokentape.types import Tool
 _NAME = r"[\w.:/-]{1,256}"
 _BARE = re.compile(r"[^,()\[\]{}]*")
 _KEY = re.compile(r"""\s*(?P<key>[^\s=:,()\[\]{}"'\ud800-\udfff]{1,256})\s*""")
+_INNER_KEY = re.compile(r"(?P<key>[^=:,()\[\]{}\ud800-\udfff]{0,256})")
+"""A key within an object. Templates that write keys without quotes do so for any key: with spaces, quotes, or empty."""
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(?:u([0-9a-fA-F]{4}(?:(?<=[dD][89abAB]..)\\u[dD][c-fC-F][0-9a-fA-F]{2})?)|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(.))",
+    re.DOTALL,
+)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "\n": ""}
 _OPENERS, _CLOSERS = "([{", ")]}"
 _DEEPEST = 100
@@ -159,7 +164,8 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
         else:
             end = notation.next_argument.search(text, position)
             after = end.start() if end else len(text)
-            raw = text[position:after].strip() if syntax.quote else text[position:after]
+            raw = _bare(text[position:after])
+            raw = raw.strip() if syntax.quote else raw
             value, position = value_json(raw, types, is_text=False), after
         yield f"{json.dumps(match['key'], ensure_ascii=False)}: {value}"
 
@@ -175,7 +181,7 @@ def _value(text: str, position: int, notation: _Notation, depth: int) -> tuple[s
     opening = text[position : position + 1]
     if not opening or opening not in _OPENERS:
         match = _BARE.match(text, position)
-        raw = match[0].strip() if match else ""
+        raw = _bare(match[0].strip()) if match else ""
         if not match or not raw:
             raise LiteralError("a value is missing")
         literal = _WORDS.get(raw) or (raw if _NUMBER.fullmatch(raw) else None)
@@ -197,14 +203,19 @@ def _value(text: str, position: int, notation: _Notation, depth: int) -> tuple[s
     return ("{%s}" if opening == "{" else "[%s]") % ", ".join(items), position + 1
 
 
+def _bare(raw: str) -> str:
+    """Return a value without quotes. Raises `LiteralError` if a control token, such as the quote, is in it."""
+    if MARK.search(raw):
+        raise LiteralError("a quote is within a value")
+    return raw
+
+
 def _key(text: str, position: int, notation: _Notation) -> tuple[str, int]:
     if _quote_at(text, position, notation.quote):
         key, position = _string(text, position, notation)
     else:
-        match = _KEY.match(text, position)
-        if match is None:
-            raise LiteralError("a key is missing")
-        key, position = match["key"], match.end()
+        match = _INNER_KEY.match(text, position)
+        key, position = (match["key"].strip(), match.end()) if match else ("", position)
     position = skip_space(text, position)
     if text[position : position + 1] not in (":", "="):
         raise LiteralError("a key has no value")
@@ -255,8 +266,12 @@ def _unescaped(raw: str) -> str:
     def unescape(match: re.Match[str]) -> str:
         if match[4] is not None:
             return _ESCAPED.get(match[4], match[0])
-        code = int(match[1] or match[2] or match[3], 16)
-        return chr(code) if code <= 0x10FFFF else match[0]
+        codes = [int(digits, 16) for digits in (match[1] or match[2] or match[3]).split("\\u")]
+        if max(codes) > 0x10FFFF:
+            return match[0]
+        # Two escapes may be one character. Half a character must not look like half a mark.
+        text = "".join(map(chr, codes))
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     return _ESCAPE.sub(unescape, raw)
 

@@ -56,6 +56,7 @@ class CallReader:
         self._next = re.compile(re.escape(call_pieces[0]) if call_pieces else r"\{")
         self._headed = syntax.style == "literal" and not call_pieces
         """Whether a call begins with its name."""
+        self._section_end = re.compile(pattern(syntax.section_close)) if syntax.section_close.strip() else None
         self._knows_names = syntax.style == "literal" and needs_known_tool(syntax)
         self._closing = re.compile(optional([syntax.close]))
         close = pieces(syntax.close)
@@ -105,7 +106,7 @@ class CallReader:
             begins = (opening.start(1) if opening and opening[1] else position, start)
             if not final and any(may_grow(text, begin, opens) for begin in begins):
                 return None
-            self._start = self._seek = start if start > position or self.bare else position + 1
+            self._start = self._seek = start if start > position or self.bare or self._headed else position + 1
             self._body = body_reader(self._syntax, self._tools, text, start)
         within = text
         if self._read_far >= _MOST_READ_FAR and (another := self._another.search(text, self._start)):
@@ -142,7 +143,9 @@ class CallReader:
         if self._headed:
             if not final and may_be_head(text, position):
                 return None
-            return position, read_head(syntax, text, position) is not None
+            # After the section, a name and a bracket are text.
+            closed = self._section_end is not None and self._section_end.search(text, start, position)
+            return position, not closed and read_head(syntax, text, position) is not None
         return position, self._next.match(text, position) is not None
 
     def _closed(self, text: str, call: ReadCall, *, final: bool) -> ReadCall | None:

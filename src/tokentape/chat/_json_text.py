@@ -6,10 +6,13 @@ Values keep the model's spelling because decoding and encoding them would change
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from typing import Any
 
 from tokentape.chat._delimiters import skip
@@ -187,6 +190,10 @@ def _python_literal(core: str) -> str | None:
     if core[:1] not in ("[", "{", "(") or len(core) > _LONGEST_LITERAL:
         return None
     try:
-        return json.dumps(ast.literal_eval(core), allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = json.dumps(ast.literal_eval(core), allow_nan=False)
+        kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(core).readline)]
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, tokenize.TokenError):
         return None
+    # Python joins strings without a comma between them and skips comments; a model that writes this means neither.
+    kinds = [kind for kind in kinds if kind != tokenize.NL]
+    return None if tokenize.COMMENT in kinds or (tokenize.STRING,) * 2 in pairwise(kinds) else value

@@ -6,6 +6,7 @@ not write exactly what templates render.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -181,9 +182,11 @@ class RegionParser(Parser):
             start = min(max(start, self._parts.tool_calls[-1].span[1]), end - 1)
         span = start, end
         call_id = _valid(spell(call.id)) if call.id is not None else None
-        self._parts.tool_calls.append(
-            ToolCall(_valid(spell(call.name)), _valid(spell(call.arguments)), call.status, span, call_id)
-        )
+        arguments = spell(call.arguments)
+        if call.status in ("ok", "unknown_tool"):
+            # In JSON, a control token is part of a string, and its spelling may have a quote.
+            arguments = MARK.sub(lambda mark: json.dumps(spell(mark[0]), ensure_ascii=False)[1:-1], call.arguments)
+        self._parts.tool_calls.append(ToolCall(_valid(spell(call.name)), _valid(arguments), call.status, span, call_id))
 
     def _step_between(self, *, final: bool) -> bool:
         assert self._calls is not None

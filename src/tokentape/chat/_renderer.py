@@ -83,6 +83,10 @@ class Renderer(TemplateText):
         self._prompt_ids: dict[str, TokenIds] = {}
         """The usual ids of generation prompts, by their text."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a renderer without its caches, for example to use it in the workers of `datasets.map`."""
+        return type(self), (self.tokenizer, self.template, self.overrides, self.images)
+
     @classmethod
     def load(
         cls,

@@ -58,6 +58,10 @@ class ChatTemplate:
         self.takes_parts_only = _takes_parts_only(self._default)
         """Whether the template renders text only in a list of parts, like those of some vision models."""
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str | None]]:
+        """Pickle the sources, because compiled templates can't be pickled."""
+        return ChatTemplate, (self.source, self.tool_use_source)
+
     @classmethod
     def load(cls, folder: str | Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
         """Load the template from `chat_template.jinja`, else from the tokenizer's configuration, as transformers does.
@@ -268,9 +272,14 @@ def _raise_exception(message: str) -> None:
 
 
 def read_source(path: Path) -> str:
-    """Return the text of a template file. Raises `TokenizerUnusable` if it is not UTF-8."""
+    """Return the text of a template file. Raises `TokenizerUnusable` if it can't be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        shown = f"{str(path)[:80]!r}"
+        raise TokenizerUnusable(
+            f"can't read the chat template {shown} ({error.strerror}): pass the path of a file, not the template's text"
+        ) from None
     except UnicodeDecodeError:
         raise TokenizerUnusable(f"{path} is not a chat template: expected UTF-8 text") from None
 

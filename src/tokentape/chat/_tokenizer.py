@@ -124,6 +124,9 @@ class Tokenizer:
         self._generation_config = generation_config or {}
         self.eos_ids = self._eos_ids(self._generation_config)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_twins": {}, "_breaks": {}}  # caches that can't be pickled
+
     def _set_controls(self) -> None:
         """Separate the added tokens into control tokens and text tokens."""
         named = "\0".join(self._named_in)

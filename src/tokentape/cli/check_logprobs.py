@@ -16,7 +16,6 @@ from tokentape.audit._report import escape_for_terminal as readable
 from tokentape.audit._statistics import Numbers
 from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
 from tokentape.chat._renderer import Renderer
-from tokentape.chat._tokenizer import Tokenizer
 from tokentape.cli import arguments as arg
 from tokentape.cli.extras import Device, open_forward
 from tokentape.cli.output import end, print_json, working
@@ -84,7 +83,11 @@ def check_logprobs(
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
         forward = None if model is None or not needs_model else open_forward(model, dtype, weights, device)
-        loaded_tokenizer = served_tokenizer(source.served_model()) if model is None else Tokenizer.load(model)
+        loaded_tokenizer = (
+            served_tokenizer(source.served_model())
+            if model is None
+            else open_tokenizer(model, source, option="--model")[1]
+        )
         tokenizer = None if isinstance(loaded_tokenizer, str) else loaded_tokenizer
         with working("comparing"):
             report = check(

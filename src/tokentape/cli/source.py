@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from tokentape._session.files import iter_file
 from tokentape.audit._id_rows import Columns, IdRow, iter_rows, store_rows
 from tokentape.chat._tokenizer import Tokenizer
@@ -59,17 +61,21 @@ def open_source(location: str) -> Iterator[RecordSource]:
 def open_tokenizer(folder: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
     """Return `folder` and its tokenizer; by default, those of the model served with a record in `sources`.
 
-    Raises `InvalidRequest` if no folder is known, or if its tokenizer is missing or has changed. `option` is the
-    command-line option for the folder.
+    Prints a note if a record was served with a different tokenizer.json. Raises `InvalidRequest` if no folder is known,
+    or if its tokenizer is missing or has changed. `option` is the command-line option for the folder.
     """
     if folder is not None:
-        return folder, Tokenizer.load(folder)
+        loaded = Tokenizer.load(folder)
+        for source in sources:
+            if (served := source.served_model()) and served.tokenizer_sha256 != loaded.sha256:
+                typer.echo(f"note: {source.name} was served with a different tokenizer.json", err=True)
+        return folder, loaded
     for source in sources:
         if served := source.served_model():
-            loaded = served_tokenizer(served)
-            if isinstance(loaded, str):
-                raise InvalidRequest(f"{source.name}: {loaded}; pass the model folder with {option}")
-            return Path(served.folder), loaded
+            own = served_tokenizer(served)
+            if isinstance(own, str):
+                raise InvalidRequest(f"{source.name}: {own}; pass the model folder with {option}")
+            return Path(served.folder), own
     raise InvalidRequest(
         f"the tokenizer of the ids is not known, because the input names no model; pass the model folder with {option}"
     )

@@ -28,6 +28,8 @@ from tokentape.viewer._routes import PAGE
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """Addresses that mean all interfaces, with the loopback address of the same IP version."""
 
+_OTHER_HOSTS = "open the address that `tokentape view` printed, or pass --host to serve other machines"
+
 
 def view(
     location: Annotated[str, record_or_file("a .parquet or .jsonl file of trajectories.")],
@@ -91,7 +93,7 @@ def view(
             typer.echo(f"wrote {export}: sessions with tokens: {counts}{unreadable}", err=True)
             return
         if host in THIS_MACHINE:
-            app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE)])
+            app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE, advice=_OTHER_HOSTS)])
         else:
             key = secrets.token_urlsafe(24)
             typer.echo(f"key: {key}", err=True)

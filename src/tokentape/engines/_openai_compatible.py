@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from tokentape.engines._base import DISTRIBUTION, SPECULATED, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines._http import HttpClient, header_value
+from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import chosen, served_cards
-from tokentape.engines._remote import RemoteEngine, any_id
+from tokentape.engines._remote import RemoteEngine, any_id, unique_id
 from tokentape.engines._replies import whole
 from tokentape.engines._server_errors import safe_name
 from tokentape.engines._vllm_reply import VllmReply
@@ -125,7 +125,7 @@ class OpenAiEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample`. Only closing the connection aborts a call."""
         self._refuse(prompt_ids, params)
-        headers = {"x-request-id": header_value(request_id, "request_id")}
+        unique = unique_id(request_id)
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
         sent = replace(params, max_tokens=budget)
         body: dict[str, object] = {
@@ -147,10 +147,11 @@ class OpenAiEngine(RemoteEngine):
             path=_COMPLETIONS,
             prompt=None,
             prompt_tokens=len(prompt_ids),
+            call=unique,
             own_stops=self._api.own_stops,
             texts=not self._api.named_ids,
         )
-        return self._receive(reply, msgspec.json.encode(body), headers, stream=stream)
+        return self._receive(reply, msgspec.json.encode(body), {"x-request-id": unique}, stream=stream)
 
     async def _probe(self) -> None:
         params = SamplingParams(max_tokens=1)

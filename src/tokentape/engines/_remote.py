@@ -18,7 +18,7 @@ from tokentape.engines._base import EngineInfo, Images, PromptMedia, SampleDelta
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._http import HttpClient, Stage, header_value
 from tokentape.engines._identity import ServedAs, listed_as
-from tokentape.engines._replies import EngineReply
+from tokentape.engines._replies import OWN_CALLS, EngineReply
 from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
 from tokentape.engines._server_errors import hopeless
 from tokentape.engines._tokenizing import TokenizeApi
@@ -219,7 +219,7 @@ class RemoteEngine(ABC):
 
 def unique_id(request_id: str) -> str:
     """Return `request_id` with a random suffix: an abort ends all calls with the same id, or with it as a prefix."""
-    return f"{header_value(request_id, 'request_id')}-{secrets.token_hex(16)}"
+    return f"{header_value(request_id, 'request_id')}-{OWN_CALLS}{secrets.token_hex(16)}"
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

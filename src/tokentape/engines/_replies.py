@@ -26,6 +26,9 @@ from tokentape.errors import (
 )
 from tokentape.types import FinishReason
 
+OWN_CALLS = "0d5b2c9e71a84f36"
+"""A random constant in the id of every call, by which the ids of calls are found in replies."""
+
 DONE = b"[DONE]"
 """The last event of a stream."""
 
@@ -303,6 +306,8 @@ class EngineReply(ReceivedTokens, ABC):
     """The prompt ids as sent, in JSON; None if the server renders messages and has not sent them yet."""
     prompt_tokens: int
     """Number of prompt ids; 0 until the server has reported it."""
+    call: str = ""
+    """The call's id from `unique_id`, if the server gets one."""
     returns_prompt: bool = False
     """Whether the reply must have the prompt ids, to compare with the ids sent."""
     _prompt_seen: bool = field(default=False, init=False)
@@ -317,6 +322,12 @@ class EngineReply(ReceivedTokens, ABC):
         """
         if self.done:
             raise EngineContractError("the engine's reply continues after its end")
+        # Servers and proxies may replace our ids, but only a reply to another call has the id of another call.
+        if self.call and OWN_CALLS.encode() in data and self.call.encode() not in data:
+            raise EngineContractError(
+                "the engine's reply has the id of another call; expected the id of this call, or none of ours: a proxy "
+                "or server between the gateway and the engine mixes up replies"
+            )
         if data == DONE:
             self.done = True
             return None

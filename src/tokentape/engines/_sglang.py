@@ -152,6 +152,8 @@ class SglangEngine(RemoteEngine):
             own_stops=bool(params.stop_token_ids),
             prompt=prompt,
             prompt_tokens=len(prompt_ids),
+            call=rid,
+            incremental=self._server.incremental_streaming_output,
             returns_prompt=self._verify_prompt or bool(media),
         )
         abort = rid, msgspec.json.encode({"rid": rid, "abort_all": False})
@@ -239,6 +241,7 @@ class _SglangServer(msgspec.Struct):
     skip_tokenizer_init: bool = False
     grammar_backend: str | None = None
     enable_session_radix_cache: bool = False
+    incremental_streaming_output: bool | None = None
     speculative_algorithm: str | None = None
 
 

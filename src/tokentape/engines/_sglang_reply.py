@@ -54,8 +54,9 @@ class SglangReply(EngineReply):
     """Reads an SGLang reply."""
 
     path: str = "/generate"
+    incremental: bool | None = None
+    """Whether each event of a stream has only new ids; None if the server does not report it."""
     _ids: list[int] = field(default_factory=list, init=False)
-    _cumulative: bool | None = field(default=None, init=False)
 
     def _read(self, data: bytes) -> SampleDelta | None:
         body = decode(data, _SglangBody, "SGLang")
@@ -93,7 +94,7 @@ class SglangReply(EngineReply):
         supports = self.params.supports > 0
         begin = self._begin(ids, meta)
         end = len(ids)
-        if self._cumulative and meta.finish_reason is None:
+        if self.incremental is False and meta.finish_reason is None:
             # The server sends these lists while it fills them, so some can be a few tokens ahead of others.
             end = min(end, len(entries), *((len(masks), len(over_masks)) if supports else ()))
         if end < begin:
@@ -124,20 +125,20 @@ class SglangReply(EngineReply):
     def _begin(self, ids: list[int], meta: _SglangMeta) -> int:
         """Return the index of the first new id of this event.
 
-        `completion_tokens` counts all ids so far. If it is the number of earlier ids plus the number of this event's
-        ids, the event has only new ids; otherwise the stream is cumulative.
+        `completion_tokens` counts all ids so far. If the server does not report whether its streams are incremental,
+        they are if this is the number of earlier ids plus the number of this event's ids.
         """
         seen = len(self._ids)
         if not seen:
             return 0
-        if self._cumulative is None:
-            self._cumulative = meta.completion_tokens != seen + len(ids)
-        if self._cumulative and ids[:seen] == self._ids:
+        if self.incremental is None:
+            self.incremental = meta.completion_tokens == seen + len(ids)
+        if not self.incremental and ids[:seen] == self._ids:
             return seen
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         if aborted and ids == self._ids[-1:] and meta.completion_tokens == seen:
             return len(ids)  # the last event of an incremental stream whose call was aborted while waiting
-        if self._cumulative:
+        if not self.incremental:
             raise EngineContractError(
                 "the engine's stream is inconsistent: expected all ids so far, or new ids and a count of all ids"
             )

@@ -185,6 +185,7 @@ class VllmEngine(RemoteEngine):
             path=_PATHS[self._server.route],
             prompt=prompt,
             prompt_tokens=len(prompt_ids),
+            call=unique,
             names_ids=self._verify_prompt or self._server.route == "generate",
             returns_prompt=returns_prompt,
         )

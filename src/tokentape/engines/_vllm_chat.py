@@ -50,7 +50,8 @@ class VllmChatServer(VllmEngine):
         """Have the server render the messages and start sampling; see `ChatServer`."""
         refuse_params(params)
         refuse_unsupported(replace(params, payloads_from=None), self.info)
-        headers = call_headers(unique_id(request_id), params)
+        unique = unique_id(request_id)
+        headers = call_headers(unique, params)
         body: dict[str, object] = {
             "model": params.adapter or self.info.model,
             "messages": [_vllm_message(message) for message in messages],
@@ -68,7 +69,14 @@ class VllmChatServer(VllmEngine):
         if tools:
             body["tools"] = tools
         reply = VllmReply(
-            params, self.info.vocab_size, path=_CHAT, prompt=None, prompt_tokens=0, returns_prompt=True, own_stops=True
+            params,
+            self.info.vocab_size,
+            path=_CHAT,
+            prompt=None,
+            prompt_tokens=0,
+            call=unique,
+            returns_prompt=True,
+            own_stops=True,
         )
         deltas = self._deltas(reply, msgspec.json.encode(body), headers)
         try:

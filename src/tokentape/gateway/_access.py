@@ -185,15 +185,13 @@ class AllowedHosts:
     cross-site request, which shows in `Origin`. Ports are ignored.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, hosts: Collection[str], advice: str) -> None:
+        self._app, self._advice = app, advice
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._allows(first_values(scope)):
-            raise Forbidden(
-                "this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts"
-            )
+            raise Forbidden(f"the request's Host or Origin is not accepted here; {self._advice}")
         await self._app(scope, receive, send)
 
     def _allows(self, headers: Mapping[bytes, bytes]) -> bool:

@@ -38,6 +38,7 @@ from tokentape.gateway._wire.chat_completions import ChatCompletions
 from tokentape.gateway._wire.completions import Completions
 from tokentape.gateway._wire.responses import Responses
 
+_OTHER_HOSTS = "add its host name to allowed_hosts"
 _BELOW_SESSION = re.compile(r"/sessions/[^/]+(/.+)")
 
 
@@ -79,7 +80,7 @@ def create_app(
 
     routes = _routes(gateway)
     app = Starlette(routes=routes, lifespan=lifespan)
-    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts)
+    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts, _OTHER_HOSTS)
     # Without starlette's own error middleware: `AccessMiddleware` answers all errors.
     app.middleware_stack = AccessMiddleware(served, routes, telemetry, drain, _answer_error)
     return app

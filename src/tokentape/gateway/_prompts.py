@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, field, structs
 
 from tokentape._canonical import canonical_json, digest_of, quick_json_in_order
-from tokentape._session.matching import call_ids, renamed_calls
+from tokentape._session.matching import call_ids, renamed_calls, with_name
 from tokentape._session.media import media_spans, path_media
 from tokentape._session.messages import LazyMessages, SharedMessages
 from tokentape._session.tree import NO_IDS, ContinuationPoint, Session
@@ -362,13 +362,18 @@ class PromptBuilder:
     ) -> dict[int, Turn]:
         """Map message indexes to the turns that sampled these messages; see `Session.sampled_replies`.
 
-        If a harness changed tool call ids, the messages must render to the same text with the recorded ids.
+        If a harness changed tool call ids or named a reply, the messages must render to the same text as recorded.
         """
         replies = session.sampled_replies(messages, None if parent is None else parent.seq)
-        renamed = {n: turn for n, turn in replies.items() if call_ids(messages[n]) != call_ids(turn.reply)}
+        renamed = {
+            n: turn
+            for n, turn in replies.items()
+            if call_ids(messages[n]) != call_ids(turn.reply) or messages[n].get("name")
+        }
         if renamed:
             recorded_ids = {n: call_ids(turn.reply) for n, turn in renamed.items()}
-            renamed_messages = renamed_calls(messages, lambda n, message: recorded_ids.get(n, call_ids(message)))
+            unnamed = [with_name(message, None) if n in renamed else message for n, message in enumerate(messages)]
+            renamed_messages = renamed_calls(unnamed, lambda n, message: recorded_ids.get(n, call_ids(message)))
             if not self.render_alike(messages, renamed_messages, setup):
                 return {n: turn for n, turn in replies.items() if n not in renamed}
         return replies

@@ -35,7 +35,7 @@ def serve(
     body_seconds: float = BODY_SECONDS,
     listener: socket.socket | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then finish the requests in flight, shut the application down and return.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then finish the requests in flight, shut the application down and return.
 
     `port` 0 selects a free port. `on_ready` is called with the base URL when the gateway accepts requests. `drain` is
     the `Drain` passed to `create_app`, which limits how long calls may continue after the signal. A second SIGINT ends
@@ -154,7 +154,7 @@ class _Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.handle_exit) for number in end_signals()}
         try:
             yield
         finally:
@@ -164,6 +164,12 @@ class _Server(uvicorn.Server):
     def refuse_unstarted(self) -> None:
         if not self.started:
             raise self._failure
+
+
+def end_signals() -> list[signal.Signals]:
+    """Return the signals that end the gateway. SIGHUP is one of them unless it is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:

@@ -300,8 +300,9 @@ class Turns:
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
         """Return the request with its images received, its setup, and the point in the session that it continues.
 
-        If a harness has changed tool call ids, the returned request has the recorded ids. This is done only if the
-        conversation renders to the same text with both, so that the model never sees an id that the caller didn't send.
+        If a harness has changed tool call ids or named replies, the returned request has the recorded ids and names.
+        This is done only if the conversation renders to the same text with both, so that the model never sees an id or
+        a name that the caller didn't send.
         """
         setup = self._prompts.setup(session, request)
         if self.takes_images:

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, TypeAlias
 
 from tokentape.errors import TokentapeError
-from tokentape.gateway._serve import bind, url_of
+from tokentape.gateway._serve import bind, end_signals, url_of
 
 _log = logging.getLogger("tokentape.workers")
 
@@ -90,7 +90,7 @@ class Supervisor:
 
         Raises `TokentapeError` if a worker fails to start, after ending all workers.
         """
-        handlers = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._note) for number in end_signals()}
         ready = False
         try:
             os.environ.update(self._environment)

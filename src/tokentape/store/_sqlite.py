@@ -11,14 +11,17 @@ import logging
 import os
 import shutil
 import sqlite3
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, Self, TypeAlias, get_args
 
+import numpy as np
+import numpy.typing as npt
 from sqlalchemy import Engine, NullPool, QueuePool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
@@ -131,6 +134,11 @@ class _Writer:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         with ExitStack() as undo, explained():
             with exclusive():
+                if fault := log_fault(path):
+                    raise StoreCorrupt(
+                        f"{fault}. Copy {path.parent}, then restore a backup; or, to continue without them, run "
+                        f"sqlite3 {path} 'PRAGMA wal_checkpoint(TRUNCATE)'"
+                    )
                 self._connection = writing_engine(path, synchronous).connect()
                 undo.callback(self._connection.close)
                 with self._connection.begin():
@@ -267,6 +275,68 @@ def file_faults(path: Path) -> Iterator[str]:
     size, expected = path.stat().st_size, (65536 if page_bytes == 1 else page_bytes) * pages
     if size < expected:
         yield f"{path.name} has {size} bytes; expected {expected}, as its header says: the end is missing"
+
+
+def log_fault(path: Path) -> str | None:
+    """Return what is wrong with the write-ahead log of a database; None if no fault is found. A writer may be running.
+
+    SQLite ignores a damaged frame of the log (https://www.sqlite.org/walformat.html) and all frames after it. One
+    ignored commit may be one that never ended, and the remains of several may lie there. But if the checksums of a
+    commit continue those of another, the other one was durable.
+    """
+    valid = ignored = chained = 0
+    with suppress(FileNotFoundError), open(path.with_name(_LOG_NAME), "rb") as file:
+        header = file.read(32)
+        size, salts = 24 + int.from_bytes(header[8:12], "big"), header[16:24]
+        if len(header) < 32 or not file.peek(1):
+            return None
+        order = "<>"[header[3] & 1]
+        sums = _log_sums((0, 0), header[:24], order)
+        intact = header_intact = _SUMS.pack(*sums) == header[24:]
+        while header_intact and len(frame := file.read(size)) == size:
+            own = frame[8:16] == salts
+            follows = own and _SUMS.pack(*_log_sums(sums, frame[:8] + frame[24:], order)) == frame[16:24]
+            sums = _SUMS.unpack(frame[16:24])
+            intact = intact and follows
+            valid += intact
+            if not intact:
+                chained = (chained if follows else 0) + (own and any(frame[4:8]))
+                ignored = max(ignored, chained)
+        file.seek(0)
+        if file.read(32) != header:
+            return None  # the writer began the log again
+        if not header_intact:
+            return f"the header of {_LOG_NAME} is damaged, so SQLite ignores the log: acknowledged turns are missing"
+    missing = f"SQLite ignores {ignored} commits: acknowledged turns are missing"
+    return None if ignored < 2 else f"{_LOG_NAME} is damaged after frame {valid}, so {missing}"
+
+
+_SUMS = struct.Struct(">II")
+
+
+def _log_sums(sums: tuple[int, int], data: bytes, order: str) -> tuple[int, int]:
+    """Continue the checksums of the log's format.
+
+    The log's index has the number of valid frames, but closing that file would release SQLite's locks on it.
+    """
+    words = np.frombuffer(data, f"{order}u4").astype(np.uint32).reshape(-1, 2)
+    words[:, 1] += words[:, 0]
+    whole, each = _log_powers(len(words))
+    first, second = whole @ np.array(sums, np.uint32) + each @ words.ravel()
+    return int(first), int(second)
+
+
+@cache
+def _log_powers(count: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Return what `count` steps of the checksums do to the sums before them, and to the words of each step.
+
+    A step adds its first word and the second sum to the first sum, then its second word and the first sum to the second
+    sum. With a product of matrices, a page is summed 15 times as fast as in a loop.
+    """
+    powers = [np.eye(2, dtype=np.uint32)]
+    for _ in range(count):
+        powers.append(np.array([[1, 1], [1, 2]], np.uint32) @ powers[-1])
+    return powers[-1], np.concatenate(powers[-2::-1], axis=1)
 
 
 _MAGIC = b"SQLite format 3\0"

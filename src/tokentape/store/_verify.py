@@ -29,6 +29,7 @@ from tokentape.store._sqlite import (
     SHOWN_BY_VERIFY,
     explained,
     file_faults,
+    log_fault,
     no_database,
     reading_engine,
 )
@@ -84,12 +85,12 @@ def verify(
 ) -> VerifyReport:
     """Verify the record in a data directory, PostgreSQL database or archive. Writers may be running.
 
-    Checks SQLite's own integrity; tables, indexes and triggers; the digest of every setup and turn, and the chain from
-    every turn to its parent; that turns are numbered from 0 without gaps, and parents precede children;
-    `checks.turn_faults`; that columns, payloads and recorded answers fit their turns; the hash of every image, and that
-    the images to which turns refer exist; that the sessions in snapshots exist. These checks alone can't find deleted
-    sessions, deleted newest turns, recomputed digests, or valid changes to rewards, columns, payloads, events, answers
-    and metadata.
+    Checks SQLite's own integrity and its write-ahead log; tables, indexes and triggers; the digest of every setup and
+    turn, and the chain from every turn to its parent; that turns are numbered from 0 without gaps, and parents precede
+    children; `checks.turn_faults`; that columns, payloads and recorded answers fit their turns; the hash of every
+    image, and that the images to which turns refer exist; that the sessions in snapshots exist. These checks alone
+    can't find deleted sessions, deleted newest turns, recomputed digests, or valid changes to rewards, columns,
+    payloads, events, answers and metadata.
 
     A comparison with `against`, a head saved earlier or its file, finds these: anything deleted, changed or moved since
     the head, or inserted before something in the head. Later additions are counted; with `nothing_added`, they are
@@ -153,6 +154,7 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
         for session in check.sessions_in_order():
             for visit in visits:
                 visit(session)
+        check.add_log_fault()
     finally:
         check.engine.dispose()
     check.add_file_faults()
@@ -230,6 +232,10 @@ class _Check:
                 self._add_finding(f"SQLite: {line}")
         for table, *_ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
             self._add_finding(f"a row in {table} refers to a row that does not exist")
+
+    def add_log_fault(self) -> None:
+        if self._path is not None and (fault := log_fault(self._path)):
+            self._add_finding(f"{fault}; restore a backup")
 
     def add_file_faults(self) -> None:
         """If SQLite found the file damaged, add what its header and size show."""

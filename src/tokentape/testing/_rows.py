@@ -32,7 +32,7 @@ class Row:
     truncated: bool | None = None
     """Whether the row ends in a turn that was cut off by its token limit (finish reason `length`)."""
     weight_versions: Any = None
-    """The weight versions that sampled: one per token, or a set for the row."""
+    """The weight versions that sampled, as text or numbers: one per token, or a set for the row."""
     temperature: float | None = None
     """The temperature by which the trainer divides logits."""
 
@@ -84,6 +84,8 @@ class Placed:
 
 def _plain(row: Row) -> Row:
     versions = row.weight_versions
+    of_row = isinstance(versions, set | frozenset)
+    names = np.asarray([*versions] if of_row else versions).astype(str)  # a trainer's versions may be numbers
     return replace(
         row,
         token_ids=np.asarray(row.token_ids),
@@ -91,7 +93,7 @@ def _plain(row: Row) -> Row:
         logprobs=None if row.logprobs is None else np.asarray(row.logprobs),
         advantages=None if row.advantages is None else np.asarray(row.advantages, np.float64),
         reward=None if row.reward is None or np.isnan(row.reward) else float(row.reward),
-        weight_versions=versions if isinstance(versions, set | frozenset | None) else np.asarray(versions),
+        weight_versions=None if versions is None else set(names.tolist()) if of_row else names,
     )
 
 
@@ -191,7 +193,8 @@ def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
 
 
 def _alike(values: Sequence[float]) -> bool:
-    return not values or (min(values) > 0 and max(values) <= 1.0001 * min(values))
+    least, most = np.min(values, initial=np.inf), np.max(values, initial=0)  # NaN if a value is
+    return bool(least > 0 and most <= 1.0001 * least)
 
 
 def _logprobs(match: Placed) -> Iterator[RowFinding]:
@@ -259,7 +262,8 @@ def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
         elif expected is None:
             kind = "reward invented"
         else:
-            several = expected and abs(value / expected - round(value / expected)) < 1e-6
+            times = value / expected if expected else 0.0
+            several = times > 1.5 and abs(times - round(times)) < 1e-6
             kind = "reward counted several times" if several else "reward differs"
         yield RowFinding(kind, f"a row of session {session.name} has {value:g}, but the session has {expected}")
 

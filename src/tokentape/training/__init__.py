@@ -33,15 +33,24 @@ if TYPE_CHECKING:
     from tokentape.training._sft import sft_sample
     from tokentape.training._stop_rule import StopRule, tensorboard_tracker, wandb_tracker
     from tokentape.training._supports import renormalized_logprobs
-    from tokentape.training._tokenizer import TrainingTokenizer, codebook, enlarge_model, pieces_of, token_adapt
+    from tokentape.training._tokenizer import (
+        Auxiliary,
+        TrainingTokenizer,
+        codebook,
+        enlarge_model,
+        mean_of_pieces,
+        normal,
+        pieces_of,
+        token_adapt,
+    )
     from tokentape.training._trainers import with_distributions
 
 __all__ = [
-    "Assembled", "Batch", "DropRetries", "Forward", "KeepVerdicts", "MaxLength", "Sample", "StopRule",
+    "Assembled", "Auxiliary", "Batch", "DropRetries", "Forward", "KeepVerdicts", "MaxLength", "Sample", "StopRule",
     "TrainingTokenizer", "align", "assemble", "check_logprobs", "codebook", "enlarge_model", "forward_pass",
-    "group_advantages", "kept_ids", "longest_branch", "media_arrays", "one_per_leaf", "one_per_turn", "packed",
-    "padded", "pieces", "pieces_of", "prove", "read_samples", "renormalized_logprobs", "sft_sample",
-    "tensorboard_tracker", "to_dataset", "to_torch", "token_adapt", "wandb_tracker", "with_column",
+    "group_advantages", "kept_ids", "longest_branch", "mean_of_pieces", "media_arrays", "normal", "one_per_leaf",
+    "one_per_turn", "packed", "padded", "pieces", "pieces_of", "prove", "read_samples", "renormalized_logprobs",
+    "sft_sample", "tensorboard_tracker", "to_dataset", "to_torch", "token_adapt", "wandb_tracker", "with_column",
     "with_distributions", "write_samples",
 ]  # fmt: skip
 

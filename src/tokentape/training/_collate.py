@@ -131,8 +131,9 @@ def padded(
 
     Raises `InvalidRequest` if `samples` is empty; for an id outside the vocabulary; for a sample longer than `length`
     (`assemble(..., max_length=...)` cuts or drops these); if the first token of a sample carries loss; for a trained
-    token without a value in a column; for recorded logprobs that `log_softmax(logits / temperature)` can't produce; and
-    for logprobs over the whole vocabulary with recorded supports.
+    token without a value in a column; for a column or payload with the name of another array; for recorded logprobs
+    that `log_softmax(logits / temperature)` can't produce; and for logprobs over the whole vocabulary with recorded
+    supports.
     """
     _check(samples, pad_id, vocab_size)
     if side not in ("right", "left"):
@@ -155,9 +156,9 @@ def packed(
 ) -> Batch:
     """Pack samples into one row, or with `length` into rows of that many tokens, by first fit.
 
-    Attention must not cross samples: pass `cu_seqlens` to a kernel, or build a mask from `segment_ids`. Some models
-    (transformers' flash attention, one row) find boundaries from `position_ids`, which restart at each sample; pass
-    those and no attention mask. Raises as `padded`.
+    Attention must not cross samples: pass `cu_seqlens` to a kernel, or build a mask from `segment_ids`. Models of
+    transformers 5 find boundaries from `position_ids`, which restart at each sample, but only with `use_cache=False`
+    and without an attention mask; with flash attention they take one row. Raises as `padded`.
     """
     _check(samples, pad_id, vocab_size)
     sizes = [len(sample.token_ids) for sample in samples]
@@ -197,6 +198,7 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
     if not 0 <= pad_id < vocab_size:
         raise InvalidRequest(f"padding id {pad_id} is outside the vocabulary: expected 0 to {vocab_size - 1}", "pad_id")
     names = set(samples[0].columns)
+    taken = {attribute.name for attribute in fields(Batch)} | {"target_ids"}
     for n, sample in enumerate(samples):
         ids, where = sample.token_ids, f"sample {n} (session {sample.session_id!r}, leaf {sample.leaf})"
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -213,6 +215,11 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
         if set(sample.columns) != names:
             raise InvalidRequest(
                 f"{where} has columns {sorted(sample.columns)}, the first sample {sorted(names)}; set the same in all",
+                "samples",
+            )
+        if clash := taken & {*sample.columns, *sample.payloads} | sample.columns.keys() & sample.payloads.keys():
+            raise InvalidRequest(
+                f"{where} has a column or payload named {min(clash)!r}, as another array of the batch; rename it",
                 "samples",
             )
         for name in sample.columns:

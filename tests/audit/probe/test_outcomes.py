@@ -92,6 +92,20 @@ def test_missing_sentence_is_not_an_edit(tokenizer: Tokenizer, completion: str) 
     assert outcome(RIGHTS, ids_of(tokenizer, completion), tokenizer).kind == "other"
 
 
+def test_a_word_that_was_left_out_is_not_replaced(tokenizer: Tokenizer) -> None:
+    ids = ids_of(tokenizer, "The new law protects the of people who work at night.")
+    assert outcome(RIGHTS, ids, tokenizer).kind == "other"
+
+
+@pytest.mark.parametrize(("target", "again"), [("cafe\u0301", "café"), ("hotel", "hotel")])
+def test_a_sentence_that_the_tokenizer_normalizes_comes_back_normalized(
+    tokenizer: Tokenizer, target: str, again: str
+) -> None:
+    sentence = trial("We saw the de\u0301cor of a ", target, " there.")
+    ids = ids_of(tokenizer, f"We saw the décor of a {again} there.")
+    assert outcome(sentence, ids, tokenizer).kind == "unchanged"
+
+
 def test_different_cuts_elsewhere_are_not_a_phantom_edit(tokenizer: Tokenizer) -> None:
     ids = ids_of(tokenizer, "The new law", " prot", "ects the", " rights", " of people who work at night.")
     found = outcome(RIGHTS, ids, tokenizer)

@@ -160,7 +160,7 @@ def test_template_with_the_date_is_a_caution() -> None:
     report = audit(base(TINY).side("A", template=template), base(TINY).side(template=template))
     assert not report.skewed
     assert (
-        "the template of A and B shows today's date"
+        "the template of A and B uses today's date"
         in {finding.kind: finding.cause for finding in report.findings}["date"]
     )
 

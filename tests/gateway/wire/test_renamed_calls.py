@@ -1,4 +1,4 @@
-"""Histories of harnesses that assign their own ids to tool calls, as Agno does."""
+"""Histories of harnesses that assign their own ids to tool calls, as Agno does, or names to replies."""
 
 from __future__ import annotations
 
@@ -180,6 +180,32 @@ def test_a_call_with_the_id_of_another_keeps_no_sampled_ids(agent: Agent) -> Non
     name = other["tool_calls"][0]["id"]
     agent.ask([{"role": "user", "content": "Edited"}, renamed(reply, name), result(name, "12")])
     assert not spliced(agent, agent.turns()[0])
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_named_replies_continue_the_branch_unless_the_template_prints_names(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, prints: bool
+) -> None:
+    say(agent, ONE, ANSWER, ANSWER)
+    (reply,) = agent.ask([QUESTION])
+    call_id = reply["tool_calls"][0]["id"]
+    history = [QUESTION, reply, result(call_id, "12")]
+    (answer,) = agent.ask(history)
+    if prints:
+        monkeypatch.setattr(Renderer, "render_text", lambda _, messages, *__, **___: json.dumps(list(messages)))
+    # Semantic Kernel writes the agent's name into the replies of earlier questions.
+    named = [{**message, "name": "Seller"} for message in (reply, answer)]
+    agent.ask([QUESTION, named[0], history[2], named[1], {"role": "user", "content": "Thanks"}])
+    assert agent.turns()[2].parent == (None if prints else 1)
+
+
+def test_a_named_reply_keeps_its_sampled_ids_after_an_edit(agent: Agent) -> None:
+    agent.engine.split_next = True
+    say(agent, "Pears first. " + ONE, ANSWER)
+    (reply,) = agent.ask([QUESTION])
+    system = {"role": "system", "content": "Be brief."}
+    agent.ask([system, QUESTION, {**reply, "name": "Seller"}, result(reply["tool_calls"][0]["id"], "12")])
+    assert spliced(agent, agent.turns()[0])
 
 
 def test_ids_that_the_template_prints_are_compared(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,22 @@ def test_returned_items_equal_the_recorded_reply(
     assert [(turn.parent, turn.fork) for turn in store.load_session("s").turns] == [(None, None), (0, None)]
 
 
+def test_text_that_is_sent_back_after_the_calls_is_the_same_reply(
+    scripted: Callable[..., OpenAI], store: SqliteStore
+) -> None:
+    client = scripted(CALLS, ANSWER)
+    response = client.responses.create(model="m", input="hi", tools=FLAT_TOOLS)  # type: ignore[arg-type]
+    reasoning, message, *calls = [item.model_dump() for item in response.output]
+    text = {"role": "assistant", "content": message["content"][0]["text"]}
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "12"} for call in calls]
+    # In Haystack's order.
+    items: Any = [{"role": "user", "content": "hi"}, reasoning, *calls, text, *results]
+    client.responses.create(model="m", input=items, tools=FLAT_TOOLS)  # type: ignore[arg-type]
+    (session,) = store.sessions()
+    turns = store.load_session(session.info.session_id).turns
+    assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None)]
+
+
 def test_items_may_be_named_by_their_ids(scripted: Callable[..., OpenAI], store: SqliteStore) -> None:
     client = scripted(CALLS, ANSWER)
     question = {"role": "user", "content": "What do they cost?"}

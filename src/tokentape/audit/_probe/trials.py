@@ -41,7 +41,7 @@ KINDS: dict[OutcomeKind, str] = {
     "unchanged": "the same word with the same ids",
     "phantom": "the same bytes with different ids: a phantom edit, byte-strict",
     "spacing": "the same word, different ids and whitespace: a phantom edit only if whitespace is normalized",
-    "other": "the sentence did not come back: refused, cut off, or other words changed too",
+    "other": "the sentence did not come back: refused, cut off, the word left out, or other words changed too",
 }
 
 BUILT_IN = Path(__file__).with_name("sentences.txt")
@@ -146,17 +146,21 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
     """Classify a completion (without its stop token) by the tokens in the target's place."""
     source = tokenizer.encode_plain(trial.text)
     ours, theirs = ([tokenizer.token_bytes(token_id) for token_id in ids] for ids in (source, completion))
-    # Some tokenizers put a space before a text, so find the word in the decoded bytes.
-    text, spelled, target = b"".join(ours), b"".join(theirs), trial.target.encode()
+    # Tokenizers that normalize change the sentence, and some put a space before a text. So find the word in the bytes.
+    sides = (tokenizer.encode_plain(side) for side in (trial.before, trial.target, trial.after))
+    before, target, after = (tokenizer.decode(ids).strip().encode() for ids in sides)
+    text, spelled = b"".join(ours), b"".join(theirs)
     canonical = tokenizer.encode_plain(tokenizer.decode(completion)) == list(completion)
-    place = _place(trial, spelled)
-    if place is None:
+    place, own = (_place(before, after, side) for side in (spelled, text))
+    if place is None or own is None or target not in text[slice(*own)]:
+        return Outcome("other", canonical=canonical)
+    if not (answer := spelled[slice(*place)].strip()):
         return Outcome("other", canonical=canonical)
     start, end = place
-    if spelled[start:end].strip() != target:
+    if answer != target:
         return Outcome("replaced", canonical=canonical)
     end = spelled.index(target, start) + len(target)
-    word = text.index(trial.before.encode() + target) + len(trial.before.encode())
+    word = text.index(target, own[0])
     stretch = len(text[:word].rstrip()), word + len(target)
     source_slice, reply_slice = _stretches((ours, stretch), (theirs, (start, end)))
     ids, reply = tuple(source[source_slice]), tuple(completion[reply_slice])
@@ -173,10 +177,10 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
     return Outcome("other", None, ids, reply, canonical=canonical)
 
 
-def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
-    """Return the last byte range in a completion between the words that precede and follow the target."""
+def _place(before: bytes, after: bytes, spelled: bytes) -> tuple[int, int] | None:
+    """Return the last byte range in `spelled` between the words that precede and follow the target."""
     # Any whitespace may separate words.
-    before, after = (rb"\s+".join(map(re.escape, side.encode().split())) for side in (trial.before, trial.after))
+    before, after = (rb"\s+".join(map(re.escape, side.split())) for side in (before, after))
     between = rb"(.{0,%d}?)" % _MOST_BETWEEN
     pattern = re.compile((before or rb"(?:\A|\n)") + between + (after or rb"(?=\s*(?:\Z|\n))"), re.DOTALL)
     spans = [match.span(1) for match in pattern.finditer(spelled)]

@@ -147,7 +147,7 @@ class ChatProbe:
                     yield Skew("template", "render", what, fix, 1, (conversation.name,), conversation, *results)
                     break
         if dated := [letter for letter, side in self._sides if _shows_date(side.facts)]:
-            what = f"the template of {' and '.join(dated)} shows today's date: prompts will differ tomorrow"
+            what = f"the template of {' and '.join(dated)} uses today's date: prompts may differ on another day"
             yield Skew("date", "render", what, PIN_DATE, 1, severity="caution")
         if apart := [letter for letter, side in self._sides if _prompt_is_no_prefix(side)]:
             what = f"in {' and '.join(apart)}, a prompt is not a prefix of the same conversation with its answer"
@@ -270,7 +270,7 @@ def _prompt_is_no_prefix(side: Backend) -> bool:
 
 
 def _shows_date(facts: BackendFacts) -> bool:
-    """Return True if a template shows today's date although none was set."""
+    """Return True if renderings depend on today's date although none was set."""
     if facts.template is None or facts.date is not None:
         return False
     writers = [template_writer(facts.template, facts.template_variables, date) for date in _DAYS]

@@ -100,7 +100,8 @@ async def read_input(items: str | Sequence[Any], context: RequestContext) -> lis
             is_user = message.role == "user"
             content = _content(message.content, index, "content", is_user and context.takes_images)
             if message.role == "assistant":
-                _open(messages, fresh=("content", "tool_calls"))["content"] = content
+                # Haystack sends the text of a reply after its calls.
+                _open(messages, fresh=("content",))["content"] = content
                 reply_id = _reply_of(message.id)
             else:
                 messages.append({"role": "user" if is_user else "system", "content": content})

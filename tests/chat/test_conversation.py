@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.chat.conftest import ADD
+from tokentape.chat import Conversation, Renderer, _conversation
+from tokentape.chat._template import ChatTemplate
+from tokentape.errors import InvalidRequest, TemplateRefused
+from tokentape.types import Provenance
+
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}NUMBER\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistantNUMBER\n{% endif %}"
+NUMBERED = TURNS.replace("NUMBER", " {{ loop.index }}") + PROMPT.replace("NUMBER", " {{ messages | length + 1 }}")
+MOVED = TURNS.replace("NUMBER", "{{ '\\n' ~ messages[0].content if loop.last else '' }}") + PROMPT.replace("NUMBER", "")
+
+
+def with_template(renderer: Renderer, template: str) -> Renderer:
+    return Renderer(renderer.tokenizer, ChatTemplate(template))
+
+
+def sampled(renderer: Renderer, text: str, *, stopped: bool = True) -> list[int]:
+    """Return ids of a text with one token per letter, which the tokenizer would not choose, and the stop token."""
+    ids = [token_id for letter in text for token_id in renderer.tokenizer.encode_plain(letter)]
+    return ids + renderer.tokenizer.encode_plain("<|im_end|>") * stopped
+
+
+def rendered_with(renderer: Renderer, conversation: Conversation, ids: Sequence[int], text: str) -> list[int]:
+    """Return the rendering of all messages, with the sampled ids in place of those of their text."""
+    whole = renderer.render(conversation.messages, conversation.setup).ids.tolist()
+    usual = renderer.tokenizer.encode_plain(text)
+    (start,) = [n for n in range(len(whole)) if whole[n : n + len(usual)] == usual]
+    return [*whole[:start], *ids[:-1], *whole[start + len(usual) :]]
+
+
+@pytest.mark.parametrize("template", [None, NUMBERED], ids=["local", "contextual"])
+def test_ids_are_those_of_the_rendering_with_the_sampled_ids(renderer: Renderer, template: str | None) -> None:
+    if template is not None:
+        renderer = with_template(renderer, template)
+    conversation = Conversation(renderer, [QUESTION], check_bridges=True)
+    ids = sampled(renderer, "Exactly five")
+    assert conversation.add_completion(ids).content == "Exactly five"
+    before = conversation.token_ids.tolist()
+    added = conversation.add_messages([{"role": "user", "content": "And 3 + 4?"}])
+    assert conversation.token_ids.tolist() == [*before, *added.tolist()]
+    assert conversation.token_ids.tolist() == rendered_with(renderer, conversation, ids, "Exactly five")
+
+
+def test_the_loss_mask_has_what_was_sampled(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    first, second = sampled(renderer, "five"), sampled(renderer, "seven")
+    conversation.add_completion(first)
+    conversation.add_messages([{"role": "user", "content": "And 3 + 4?"}])
+    conversation.add_completion(second)
+    assert conversation.token_ids[conversation.loss_mask].tolist() == first + second
+
+
+def test_the_next_bridge_ends_a_truncated_completion(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    conversation.add_completion(sampled(renderer, "fi", stopped=False))
+    added = conversation.add_messages([{"role": "user", "content": "Go on."}])
+    (position,) = np.flatnonzero(conversation.provenance == Provenance.CLOSE)
+    assert conversation.token_ids[position] == added[0]
+    assert added[0] in conversation.stop_ids
+
+
+def test_results_of_tools_name_the_calls_of_the_reply(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION], [ADD], check_bridges=True)
+    call: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    whole = renderer.render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], conversation.setup)
+    ids = whole.ids[len(conversation.token_ids) :].tolist()
+    completion = ids[: next(n for n, token_id in enumerate(ids, 1) if token_id in conversation.stop_ids)]
+    (parsed,) = conversation.add_completion(completion).tool_calls
+    assert (parsed.name, parsed.arguments) == ("add", '{"a": 2}')
+    assert parsed.id == conversation.messages[-1]["tool_calls"][0]["id"]
+    conversation.add_messages([{"role": "tool", "tool_call_id": parsed.id, "content": "5"}])
+    assert conversation.loss_mask.sum() == len(completion)
+
+
+def test_a_rewritten_history_is_refused_and_can_begin_a_new_conversation(renderer: Renderer) -> None:
+    renderer = with_template(renderer, MOVED)
+    conversation = Conversation(renderer, [QUESTION])
+    ids = sampled(renderer, "Exactly five")
+    conversation.add_completion(ids)
+    before, more = conversation.token_ids.tolist(), [{"role": "user", "content": "And 3 + 4?"}]
+    with pytest.raises(TemplateRefused, match="rewrites earlier messages"):
+        conversation.add_messages(more)
+    assert conversation.token_ids.tolist() == before
+    new = Conversation(renderer, [*conversation.messages, *more], sampled=conversation.sampled)
+    assert new.token_ids.tolist() == rendered_with(renderer, new, ids, "Exactly five")
+    assert not new.loss_mask.any()
+
+
+def test_a_checked_bridge_that_differs_is_refused(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = with_template(renderer, NUMBERED)
+    monkeypatch.setattr(_conversation, "choose", lambda *_: "local")  # a wrong certificate
+    earlier = [QUESTION, {"role": "assistant", "content": "5"}]
+    conversation = Conversation(renderer, [*earlier, QUESTION], check_bridges=True)
+    conversation.add_completion(sampled(renderer, "five"))
+    with pytest.raises(TemplateRefused, match="differs from the bridge"):
+        conversation.add_messages([{"role": "user", "content": "And 3 + 4?"}])
+
+
+def test_completions_and_messages_take_turns(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    with pytest.raises(InvalidRequest, match="call add_completion first"):
+        conversation.add_messages([QUESTION])
+    conversation.add_completion(sampled(renderer, "five"))
+    with pytest.raises(InvalidRequest, match="call add_messages before"):
+        conversation.add_completion(sampled(renderer, "five"))
