@@ -252,6 +252,35 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         assistant("1"),
         user("2"),
     ),
+    "a key that is read from the arguments of a call": (
+        written(
+            "{% for t in m.tool_calls or [] %}{% set given = t.function.arguments %}{% if given.speed == 'fast' %}"
+            "{% set ns.deep = true %}{% endif %}{% endfor %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), calling(speed="fast"), step(1)[1]],
+        assistant("1"),
+        user("2"),
+    ),
+    "an argument that is null": (
+        written(
+            "{% for t in m.tool_calls or [] %}{% if t.function.arguments.get('speed', 1) is none %}"
+            "{% set ns.deep = true %}{% endif %}{% endfor %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), calling(speed=None), step(1)[1]],
+        assistant("1"),
+        user("2"),
+    ),
+    "a made word that is looked for if there are tools": (
+        written(
+            "{% if tools and ['/de', 'ep'] | join in m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("/deep")],
+        assistant("1"),
+        user("2"),
+    ),
     "a word in earlier reasoning": (
         written(
             "{% if loop.index0 == 1 and messages | length > 3 and 'unsure' in (m.reasoning_content or '') %}"

@@ -144,6 +144,7 @@ class Continuations:
     def _depends_on_words(self, name: str, shortest: tuple[Message, ...]) -> bool:
         """Return whether the text after a turn depends on words in parts of it for which a suffix has sentinels."""
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
+        keys = self._renderer.template.compared.keys
 
         def differs(reply: Message) -> bool:
             conversation = Conversation(shortest, reply, new)
@@ -151,7 +152,7 @@ class Continuations:
 
         for words in self._words(new) if not differs(replies[0]) else ():
             with contextlib.suppress(TemplateRefused):
-                if differs(grammar.saying(replies[0], words)):
+                if differs(grammar.saying(replies[0], words, keys)):
                     return True
         return False
 
@@ -190,7 +191,7 @@ class Continuations:
             with_words = self._with(reply, content=words)
             contents = words, "A plainword."
             changed = [tuple(self._with(message, content=content) for message in new) for content in contents]
-            for history in grammar.histories_with(words):
+            for history in grammar.histories_with(words, self._renderer.template.compared.keys):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
                 usual = Conversation(history, reply, new)

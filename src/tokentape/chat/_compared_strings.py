@@ -37,6 +37,8 @@ class Compared(NamedTuple):
     """The highest length of a text; 0 if there is none."""
     divisor: int
     """The highest number that it divides a count by, as for a reminder every fourth turn; 1 if there is none."""
+    keys: tuple[str, ...] = ()
+    """Keys that it reads from the arguments of calls."""
 
 
 NOTHING_COMPARED = Compared((), (), 0, 0, 1)
@@ -78,7 +80,20 @@ def compared(template: nodes.Template, made: Iterable[str] = ()) -> Compared:
         number=number,
         length=length,
         divisor=_divisor(template, assigned),
+        keys=tuple(_keys(template))[:_MOST],
     )
+
+
+def _keys(template: nodes.Template) -> dict[str, None]:
+    """Return the keys that a template reads from `arguments`, or from a variable that it sets to them."""
+    sets = [each for each in template.find_all(nodes.Assign) if _field(each.node) == "arguments"]
+    arguments = {"arguments", *(each.target.name for each in sets if isinstance(each.target, nodes.Name))}
+    items: list[nodes.Getattr | nodes.Getitem] = [*template.find_all(nodes.Getattr), *template.find_all(nodes.Getitem)]
+    read = [_field(item) for item in items if _field(item.node) in arguments]
+    for called in template.find_all(nodes.Call):
+        if isinstance(called.node, nodes.Getattr) and _field(called.node.node) in arguments:
+            read += [argument.value for argument in called.args[:1] if isinstance(argument, nodes.Const)]
+    return dict.fromkeys(key for key in read if isinstance(key, str) and key not in dir(dict))
 
 
 def _strings_read(template: nodes.Template) -> list[str]:

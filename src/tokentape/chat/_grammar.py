@@ -277,10 +277,10 @@ _ENDS_BLANK: Message = {"role": "user", "content": "What is a questionword?\n"}
 
 
 @functools.lru_cache(maxsize=256)
-def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
+def histories_with(words: str, keys: Sequence[str] = ()) -> tuple[tuple[Message, ...], ...]:
     """Return histories with `words`, which a template compares with texts, in messages with each role and in calls.
 
-    The words are either the whole text, or both its beginning and its end.
+    The words are either the whole text, or both its beginning and its end. Calls also have arguments with these `keys`.
     """
     around = f"{words} pastword {words}"
     answer = _turn("A pastanswer.")
@@ -296,7 +296,9 @@ def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
     ]
     question, called = _past("Xq3vT8nLw")[:2]
     name = words if words.isidentifier() else "look_up"
-    saying = _turn("", [_call("Xq3vT8nLw", name, {words or "city": around, "place": words})], words)
+    saying = _turn(
+        "", [_call("Xq3vT8nLw", name, {words or "city": around, **dict.fromkeys((*keys, "place"), words)})], words
+    )
     answered = (question, saying, _result("Xq3vT8nLw", around, name))
     return (*histories, (question, called, _result("Xq3vT8nLw", words)), answered, (*answered, _turn(around), QUESTION))
 
@@ -308,10 +310,10 @@ A template may ask for these by other means than a comparison with a constant, s
 `count` or `length % 2`."""
 
 
-def saying(turn: Message, words: str) -> Message:
+def saying(turn: Message, words: str, keys: Sequence[str] = ()) -> Message:
     """Return the turn with `words` as its content, as its reasoning and in the arguments of its calls."""
     calls = [
-        _call(call["id"], call["function"]["name"], {words: words, "place": "here"})
+        _call(call["id"], call["function"]["name"], {words: words, **dict.fromkeys(keys, words), "place": "here"})
         for call in turn.get("tool_calls", ())
     ]
     return _turn("" if calls else words, calls, words)
@@ -348,14 +350,11 @@ _INSTRUCTED: tuple[tuple[Message, ...], ...] = tuple(
 )
 """Histories with instructions within the conversation, which a template may repeat."""
 
-_MANY_ARGUMENTS: tuple[Message, ...] = (
-    EARLIER,
-    _turn("", [_call("Vt5xF1kQe", "look_up", dict.fromkeys("abcdef", 1))]),
-    _result("Vt5xF1kQe", "Fair"),
-    _turn("A pastanswer."),
-    QUESTION,
-)
-"""A history with a call that has many arguments."""
+
+def _with_arguments(arguments: Mapping[str, Any]) -> tuple[Message, ...]:
+    called = _turn("", [_call("Vt5xF1kQe", "look_up", arguments)])
+    return (EARLIER, called, _result("Vt5xF1kQe", "Fair"), _turn("A pastanswer."), QUESTION)
+
 
 _NAMED: tuple[Message, ...] = ({**EARLIER, "name": "Ada"}, _turn("A pastanswer."), {**QUESTION, "name": "Bob"})
 """A history in which users have names."""
@@ -386,7 +385,13 @@ def conversations(name: str, compared: Compared = NOTHING_COMPARED) -> Iterator[
     instructed = () if NO_SYSTEM in name else _INSTRUCTED
     long = _long_histories(max(3, min(compared.number, HIGHEST) + 1), compared.divisor)
     named = [history for name in compared.names for history in _with_name(name)]
-    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, _MANY_ARGUMENTS, *named, *long):
+    # With six arguments, then with each type of value for the keys that the template reads.
+    values = (None, True, 0.5, ["b"], {"k": "v"}, compared.number) if compared.keys else ()
+    calls = [
+        _with_arguments(dict.fromkeys("abcdef", 1)),
+        *(_with_arguments(dict.fromkeys(compared.keys, value)) for value in values),
+    ]
+    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *calls, *named, *long):
         yield Conversation(history, turns[0], new)
 
 

@@ -327,14 +327,16 @@ def _made_strings(source: str) -> list[str]:
     calling = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
     result = {"role": "tool", "name": _ASKED, "tool_call_id": call["id"], "content": _ASKED}
     said = [user, calling, result, {**answer, **thought}, user]
+    parameters = {"type": "object", "properties": {_ASKED: {"type": "string", "description": _ASKED}}}
+    tools = [{"type": "function", "function": {"name": _ASKED, "description": _ASKED, "parameters": parameters}}]
     with contextlib.suppress(jinja2.TemplateError, *_FAILURES):  # `_compile` reports what is wrong with a template.
         with limited():
             template = environment.compiled(source, Noting())
         for messages in ([system, *said], said, [user, answer, user], [user, calling, result], [user]):
             variables = {"messages": messages, "add_generation_prompt": True, "strftime_now": _JANUARY.strftime}
             with contextlib.suppress(TemplateRefused), limited():
-                _render(template, variables)
-    known = json.dumps([system, *said])
+                _render(template, variables | {"tools": tools if calling in messages else None})
+    known = json.dumps([system, *said, *tools])
     return [value for value in noted if isinstance(value, str) and value not in known and _ASKED not in value]
 
 
