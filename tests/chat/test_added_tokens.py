@@ -130,6 +130,12 @@ def test_the_twin_keeps_the_normalizer(normalizer: str) -> None:
     assert twin_difference(tokenizer_of(spec, "<call>"), cuts=500) is None
 
 
+def test_a_normalized_token_includes_the_space_that_the_normalizer_adds() -> None:
+    spec = spec_with({"content": "fox", "normalized": True}, normalizer={"type": "Prepend", "prepend": " "})
+    fox = from_text(json.dumps(spec)).encode("fox", add_special_tokens=False).ids
+    assert tokenizer_of(spec).pieces(fox) == [b" fox"]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["merges", "vocab", "normalizer", "added_tokens"])
 def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
