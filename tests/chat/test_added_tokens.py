@@ -181,3 +181,9 @@ def test_no_file_is_written_for_a_differing_twin(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TokenizerUnusable):
         prove_twin(tokenizer_of(spec_with(TAG)))
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_unknown_decoder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
+    with pytest.raises(TokenizerUnusable, match=r"^unknown tokenizer decoder WordPiece"):
+        prove_twin(tokenizer_of(spec_with(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})))
