@@ -149,9 +149,7 @@ class _Writer:
                 raise failure.error()
             undo.pop_all()
         self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, f"{DATABASE_NAME}-shm", LOCK_NAME))
-        self.commits = CommitQueue(
-            self._connection, explain, self._after_commit, self._writing, check=self._lost_files
-        )
+        self.commits = CommitQueue(self._connection, explain, self._after_commit, self._writing, check=self._lost_files)
 
     def close(self) -> None:
         """Run the queued calls, checkpoint unless the store is broken, and close the database."""
