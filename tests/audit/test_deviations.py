@@ -295,19 +295,6 @@ def test_other_weights_are_found(seed: int, top: int) -> None:
     assert only(causes(made, recorded, top=top)).causes == ("weights",)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("top", [0, VOCABULARY])
-def test_excluded_tokens_are_not_called_other_weights(seed: int, top: int) -> None:
-    """The sampler left out the last ids, as embedding rows without a token."""
-    made = turns(seed)
-    for turn in made:
-        np.minimum(turn.sampled, VOCABULARY - 9, out=turn.sampled)
-    recorded = [replace(turn, rows=normalized(turn.rows[:, :-8])).logprobs() for turn in made]
-    found = only(causes(made, recorded, top=top))
-    assert "truncation" in found.causes
-    assert "embedding rows without a token" in found.detail
-
-
 def test_turns_of_one_telling_token_leave_several_causes() -> None:
     made = turns(0, length=1)
     found = only(causes(made, [at(0)(turn.logprobs()) for turn in made]))

@@ -130,6 +130,12 @@ def test_the_twin_keeps_the_normalizer(normalizer: str) -> None:
     assert twin_difference(tokenizer_of(spec, "<call>"), cuts=500) is None
 
 
+def test_a_normalized_token_includes_the_space_that_the_normalizer_adds() -> None:
+    spec = spec_with({"content": "fox", "normalized": True}, normalizer={"type": "Prepend", "prepend": " "})
+    fox = from_text(json.dumps(spec)).encode("fox", add_special_tokens=False).ids
+    assert tokenizer_of(spec).pieces(fox) == [b" fox"]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["merges", "vocab", "normalizer", "added_tokens"])
 def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
@@ -175,3 +181,9 @@ def test_no_file_is_written_for_a_differing_twin(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TokenizerUnusable):
         prove_twin(tokenizer_of(spec_with(TAG)))
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_unknown_decoder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
+    with pytest.raises(TokenizerUnusable, match=r"^unknown tokenizer decoder WordPiece"):
+        prove_twin(tokenizer_of(spec_with(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})))

@@ -59,6 +59,16 @@ def test_the_loss_mask_has_what_was_sampled(renderer: Renderer) -> None:
     assert conversation.token_ids[conversation.loss_mask].tolist() == first + second
 
 
+@pytest.mark.parametrize("check_bridges", [False, True])
+def test_an_empty_completion_can_be_continued_where_nothing_ends_turns(renderer: Renderer, check_bridges: bool) -> None:
+    unended = TURNS.replace("NUMBER", "").replace("<|im_end|>\n", "")
+    renderer = with_template(renderer, unended + PROMPT.replace("NUMBER", ""))
+    conversation = Conversation(renderer, [QUESTION], check_bridges=check_bridges)
+    conversation.add_completion([])
+    added = conversation.add_messages([QUESTION])
+    assert renderer.tokenizer.decode(added) == "<|im_start|>user\nWhat is 2 + 3?<|im_start|>assistant\n"
+
+
 def test_the_next_bridge_ends_a_truncated_completion(renderer: Renderer) -> None:
     conversation = Conversation(renderer, [QUESTION])
     conversation.add_completion(sampled(renderer, "fi", stopped=False))
@@ -112,3 +122,32 @@ def test_completions_and_messages_take_turns(renderer: Renderer) -> None:
     conversation.add_completion(sampled(renderer, "five"))
     with pytest.raises(InvalidRequest, match="call add_messages before"):
         conversation.add_completion(sampled(renderer, "five"))
+
+
+def test_a_reply_without_content_has_an_empty_text(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    conversation.add_completion(sampled(renderer, ""))
+    assert conversation.messages[-1] == {"role": "assistant", "content": ""}
+
+
+def test_a_copy_continues_on_its_own(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    before = conversation.token_ids.tolist()
+    other = conversation.copy()
+    other.add_completion(sampled(renderer, "five"))
+    other.add_messages([QUESTION])
+    assert conversation.token_ids.tolist() == before
+    assert (conversation.messages, conversation.sampled) == ([QUESTION], {})
+
+
+def test_template_kwargs_beside_a_setup_are_refused(renderer: Renderer) -> None:
+    with pytest.raises(InvalidRequest, match="not both"):
+        Conversation(renderer, [QUESTION], renderer.setup(), template_kwargs={"enable_thinking": False})
+
+
+@pytest.mark.parametrize("messages", [QUESTION, "And 3 + 4?", ["And 3 + 4?"]])
+def test_messages_that_are_no_list_of_dictionaries_are_refused(renderer: Renderer, messages: Any) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    conversation.add_completion(sampled(renderer, "five"))
+    with pytest.raises(InvalidRequest, match="expected a list of dictionaries"):
+        conversation.add_messages(messages)

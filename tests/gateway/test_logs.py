@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -54,6 +55,16 @@ def test_an_exception_has_its_type_and_place_but_not_its_text(form: str) -> None
     assert MARK not in stream.getvalue()
     assert "ValueError" in stream.getvalue()
     assert "test_logs.py" in stream.getvalue()
+
+
+def test_cancelled_request_takes_one_line() -> None:
+    stream = StringIO()
+    with logging_to(stream):
+        try:
+            raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            logging.getLogger("uvicorn.error").exception("it was cancelled")
+    assert stream.getvalue().count("\n") == 1
 
 
 def test_other_libraries_log_only_first_lines_of_warnings() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx2
 import pytest
@@ -85,6 +87,24 @@ def test_serve_is_ready_when_announced_and_returns_on_a_signal(number: signal.Si
         signal.signal(number, before)
     assert texts == ["hello"]
     assert not raised  # for the process the signal has been handled
+
+
+def test_second_interrupt_does_not_cancel_the_end_of_the_application() -> None:
+    ends: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        ends.append("in order")
+
+    async def interrupt(request: Request) -> PlainTextResponse:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return PlainTextResponse("")
+
+    app = Starlette(routes=[Route("/", interrupt)], lifespan=lifespan)
+    serve(app, port=0, on_ready=lambda url: threading.Thread(target=httpx2.get, args=(url,)).start())
+    assert ends == ["in order"]
 
 
 def test_hangup_that_nohup_ignores_does_not_end_the_gateway() -> None:

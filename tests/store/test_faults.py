@@ -197,7 +197,7 @@ def test_a_file_size_limit_fails_the_call_and_corrupts_nothing(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, which injects the fault")
 @pytest.mark.parametrize("when", ["25+", "25"], ids=["from the 25th on", "the 25th only"])
-def test_a_failing_fdatasync_poisons_the_store_and_loses_no_acknowledged_turn(tmp_path: Path, when: str) -> None:
+def test_a_failing_fdatasync_poisons_the_store_and_keeps_only_acknowledged_turns(tmp_path: Path, when: str) -> None:
     strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"inject=fdatasync:error=EIO:when={when}"]
     command = [*strace, *WRITING_PROCESS, tmp_path]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -211,4 +211,8 @@ def test_a_failing_fdatasync_poisons_the_store_and_loses_no_acknowledged_turn(tm
     assert "SQLITE_IOERR_FSYNC" in failed
     assert "SQLITE_IOERR_FSYNC" in still
     assert healthy == "broken"
-    check_record(tmp_path, acknowledged(lines, {}))
+    newest = acknowledged(lines, {})
+    check_record(tmp_path, newest)
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        recorded = {summary.info.session_id: summary.turns - 1 for summary in store.sessions()}
+    assert recorded == newest

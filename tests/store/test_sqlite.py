@@ -204,6 +204,14 @@ def test_removing_the_log_loses_nothing(store: SqliteStore, tmp_path: Path) -> N
         assert len(copied.load_session("s").turns) == 3
 
 
+def test_refused_write_after_a_removed_file_is_not_recorded(store: SqliteStore, tmp_path: Path) -> None:
+    write(store, session("before"))
+    (tmp_path / "tokentape.lock").unlink()
+    with pytest.raises(StoreError, match="removed"):
+        write(store, session("refused"))
+    assert [summary.info.session_id for summary in store.sessions()] == ["before"]
+
+
 def test_damaged_log_is_refused_and_kept(killed: Path) -> None:  # noqa: F811
     log = damage_log(killed, 3)
     with pytest.raises(StoreCorrupt, match="acknowledged turns are missing"):

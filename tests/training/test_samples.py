@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from tests.session.trajectory_cases import make_trajectory
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.errors import InvalidRequest
-from tokentape.training._collate import group_advantages, with_column
+from tokentape.training._collate import group_advantages, packed, padded, with_column
 from tokentape.training._samples import (
     AssemblyReport,
     DropRetries,
@@ -28,7 +31,9 @@ from tokentape.training._samples import (
     longest_branch,
     one_per_leaf,
     one_per_turn,
+    write_samples,
 )
+from tokentape.training.exports import trl_rollouts
 from tokentape.types import MediaSpan, Provenance, Reward, SessionInfo, TokenRows, Trajectory, Turn, TurnColumn
 
 QUESTION, NEXT = [user("a")], [user("b")]
@@ -331,3 +336,39 @@ def test_trained_token_has_the_last_value_set_for_it_or_none(
 def test_a_misspelled_choice_of_retries_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="expected first, last or continued"):
         DropRetries("newest")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["file.parquet", Path("file.parquet"), None, [{"token_ids": [1]}]])
+def test_what_is_no_list_of_trajectories_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="expected Trajectory objects"):
+        assemble(wrong)
+
+
+@pytest.mark.parametrize("setting", [{"select": longest_branch}, {"select": "longest_branch"}, {"max_length": 100}])
+def test_settings_of_another_type_are_refused(setting: Any) -> None:
+    with pytest.raises(InvalidRequest, match="expected"):
+        assemble(trajectories(forked()), **setting)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda samples: padded(samples, pad_id=0, vocab_size=100),
+        lambda samples: packed(samples, pad_id=0, vocab_size=100),
+        group_advantages,
+        lambda samples: write_samples(samples, "unwritten.jsonl"),
+        trl_rollouts,
+    ],
+)
+def test_the_result_of_assemble_in_place_of_its_samples_is_refused(
+    use: Callable[[Any], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"found Assembled, .* `assemble\(...\).samples`"):
+        use(assemble(trajectories(forked())))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_advantages_of_an_iterator_are_those_of_a_list() -> None:
+    samples = [replace(sample, reward=1.0) for sample in assemble(trajectories(forked()), group="task").samples]
+    assert len(group_advantages(iter(samples))) == len(samples)

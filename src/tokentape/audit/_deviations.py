@@ -214,9 +214,6 @@ class Deviations:
             record = "names the same weights for all of them" if version_known else "does not name their weights"
             return ("ids", "weights"), f"{where}; the record {record}"
         first = "all sequences differ from their first sampled token on"
-        if all((turn.recorded >= turn.expected - self._limits.delta).all() for turn in self._turns):
-            without = "as if the sampler had excluded tokens, such as embedding rows without a token"
-            return ("truncation", "weights"), f"{first}, no recorded logprob is lower than the scored one, {without}"
         return ("weights",), f"{first}; different ids before that token in all of them would look the same"
 
     def _small(self) -> bool:

@@ -251,7 +251,7 @@ class Mismatch:
 def _named(rules: Sequence[Rule]) -> str:
     """Name rules that fit equally well: the one, or the range of the limit of each kind of truncation."""
     if np.isnan(rules[0].top_p):
-        return "a truncation with an unknown limit, or the exclusion of embedding rows without a token"
+        return "a truncation to the likeliest tokens, with an unknown limit"
     if len(rules) == 1:
         return str(rules[0])
     ranges = []

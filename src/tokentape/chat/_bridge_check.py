@@ -110,7 +110,7 @@ class _RealRendering:
         closed = int(np.argmax(np.append(added.provenance != Provenance.CLOSE, True)))
         ended = self._read(np.concatenate([completion_ids, added.ids[:closed]]))
         bridge = self._once(self._read(added.ids[closed:]))
-        stopped = not closed and completion_ids[-1] in self._renderer.stop_ids(self._setup)
+        stopped = not closed and len(completion_ids) and completion_ids[-1] in self._renderer.stop_ids(self._setup)
         if stopped and self._text.endswith(ended + bridge):
             return BridgeCheck("same")
         before = self._before(self._text, bridge)

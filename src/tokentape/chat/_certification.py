@@ -143,7 +143,8 @@ def _parse_check(
     left_out = [key for key in _PARTS if message.get(key) and not shown.get(key)]
     if left_out:
         # An engine stops at the first stop token, so the agent never gets what the template writes after it.
-        after = renderer.render_text([*history, message], setup, generate=False).partition(completion)[2]
+        whole = renderer.render_text([*history, message], setup, generate=False)
+        after = whole.partition(completion)[2] if completion else ""
         late = [key for key in left_out if _word_of(message, key) in after]
         parts = " and the ".join(_PARTS[key] for key in late or left_out)
         if late:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.chat._reply import Reply
 from tokentape.chat._strategy import choose
+from tokentape.chat._template import check_objects
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool
 
@@ -51,7 +53,7 @@ class Conversation:
         check_bridges: bool = False,
     ) -> None:
         self.renderer = renderer
-        self.setup = tools if isinstance(tools, Setup) else renderer.setup(tools, template_kwargs, date)
+        self.setup = renderer.setup_of(tools, template_kwargs, date)
         self.messages: list[Message] = list(messages)
         """All messages, the parsed replies included."""
         self.sampled: dict[int, TokenIds] = dict(sampled or {})
@@ -60,6 +62,12 @@ class Conversation:
         self._check_bridges = check_bridges
         self._pieces = [renderer.render(messages, self.setup, sampled=self.sampled)]
         self._completion: TokenIds | None = None
+
+    def copy(self) -> Self:
+        """Return a conversation that continues on its own, for example to sample several completions of one prompt."""
+        other = copy(self)
+        other.messages, other.sampled, other._pieces = [*self.messages], {**self.sampled}, [*self._pieces]
+        return other
 
     @property
     def token_ids(self) -> TokenIds:
@@ -101,7 +109,9 @@ class Conversation:
         ]
         reply = replace(reply, tool_calls=tuple(named))
         self.sampled[len(self.messages)] = completion
-        self.messages.append(reply.message())
+        message = reply.message()
+        # Many templates accept a reply without content only if it has calls.
+        self.messages.append(message if "tool_calls" in message else {**message, "content": reply.content})
         self._completion = completion
         self._pieces.append(PromptTokens(completion, np.full(len(completion), Provenance.SAMPLED, np.uint8)))
         return reply
@@ -115,6 +125,7 @@ class Conversation:
         """
         if self._completion is None:
             raise InvalidRequest("the last message is no reply: call add_completion first")
+        check_objects(messages, "messages")
         *history, reply = self.messages
         strategy = choose(self.renderer, self._certificate, reply, messages, self.setup, history)
         if strategy == "fork":

@@ -79,7 +79,7 @@ class ExternalRenderer(Renderer):
         **_: object,
     ) -> PromptTokens:
         """Return the ids of a conversation, ending with the generation prompt. Sampled ids are not spliced in."""
-        setup = self._setup_of(tools, template_kwargs, date)
+        setup = self.setup_of(tools, template_kwargs, date)
         _refuse_images(messages)
         ids = self._object.render_ids(_plain(messages), tools=_tools(setup), add_generation_prompt=True)
         return _added(self._ids(ids))

@@ -162,7 +162,7 @@ class Renderer(TemplateText):
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles, and
         `InvalidRequest` for messages that are not dictionaries and for an index of another message in `sampled`.
         """
-        setup = self._setup_of(tools, template_kwargs, date)
+        setup = self.setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
         if history not in get_args(History) or stop_mismatch not in get_args(StopMismatch):
             raise InvalidRequest(
@@ -197,9 +197,10 @@ class Renderer(TemplateText):
         provenance = np.concatenate([piece.provenance for piece in pieces])
         return self._with_images(PromptTokens(ids, provenance), messages)
 
-    def _setup_of(
+    def setup_of(
         self, tools: Sequence[Tool] | Setup, template_kwargs: Mapping[str, Any] | None, date: str | None
     ) -> Setup:
+        """Return `tools` if they are a `Setup`, else the setup that `setup` makes of the arguments."""
         if not isinstance(tools, Setup):
             return self.setup(tools, template_kwargs, date)
         if template_kwargs is None and date is None:

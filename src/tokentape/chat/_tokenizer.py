@@ -148,9 +148,10 @@ class Tokenizer:
         self._added_pattern = any_of([*self.controls, *(token for token in self.text_tokens if not token.normalized)])
         # The anchor, a mark that is put before text, must not absorb the text's own white space.
         self._anchor = next((control.mark for control in self.controls if not control.strips), "")
-        self._bytes: dict[int, bytes] = {
-            token.id: token.content.encode() for token in self.text_tokens if token.content not in self._vocab
-        }
+        spelled = [token for token in self.text_tokens if token.content not in self._vocab]
+        self._bytes: dict[int, bytes] = {token.id: token.content.encode() for token in spelled if not token.normalized}
+        # `tokenizers` stores these as the normalizer writes them: it may put a space before them.
+        self._normalized = {token.id for token in spelled if token.normalized}
         self._twins: dict[int, _Twin] = {}
         self._breaks: dict[frozenset[int], frozenset[int]] = {}
 
@@ -320,7 +321,7 @@ class Tokenizer:
                 piece = self._twin(_BLOCKS[0]).encoder.id_to_token(token_id)
                 if piece is None:
                     raise InvalidRequest(f"token id {token_id} is not in the vocabulary of {self.vocab_size} ids")
-                data = self._piece_bytes(piece)
+                data = self._piece_bytes(piece, is_text=token_id in self._normalized)
             self._bytes[token_id] = data
         return data
 
@@ -414,11 +415,11 @@ class Tokenizer:
             raise TokenizerUnusable(f"unknown tokenizer decoder {unknown[0]}; expected {', '.join(sorted(types))}")
         return steps
 
-    def _piece_bytes(self, piece: str) -> bytes:
+    def _piece_bytes(self, piece: str, *, is_text: bool) -> bytes:
         for step in self._decoders:
             match step["type"]:
                 case "ByteLevel":
-                    return bytes_of_piece(piece)
+                    return piece.encode() if is_text else bytes_of_piece(piece)
                 case "ByteFallback" if re.fullmatch("<0x[0-9A-F]{2}>", piece):
                     return bytes([int(piece[3:5], 16)])
                 case "Metaspace":

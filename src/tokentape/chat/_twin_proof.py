@@ -47,6 +47,8 @@ def prove_twin(tokenizer: Tokenizer) -> None:
         return
     try:
         difference = twin_difference(tokenizer)
+    except TokenizerUnusable:
+        raise
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise TokenizerUnusable(f"`tokenizers` loads this tokenizer but can't encode text with it: {error}") from error
     if difference is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from asyncio import CancelledError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -90,5 +91,7 @@ def _line(record: logging.LogRecord) -> dict[str, object]:
     line.update(fields)
     if record.exc_info and record.exc_info[0] is not None:
         line["exception"] = record.exc_info[0].__name__
-        line["traceback"] = "".join(traceback.format_tb(record.exc_info[2])).rstrip()
+        # uvicorn logs each request that a forced shutdown cancels. Where it was says nothing.
+        if record.exc_info[0] is not CancelledError:
+            line["traceback"] = "".join(traceback.format_tb(record.exc_info[2])).rstrip()
     return line

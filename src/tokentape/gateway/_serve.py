@@ -142,6 +142,9 @@ class _Server(uvicorn.Server):
             self._drain.begin()
             await self._drain.finish(force=lambda: self.force_exit)
         await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn skips this, and the application would be shut down by a cancellation.
+            await self.lifespan.shutdown()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn exits if the application's startup fails; see `refuse_unstarted`.

@@ -77,8 +77,8 @@ _Outcome: TypeAlias = int | Exception
 class CommitQueue:
     """Runs calls in its own thread, the only user of `connection`.
 
-    `classify` converts a driver error. Each transaction runs in the context `exclusive()`. After a commit,
-    `before_answer` is called before the callers are answered; if it returns a failure, that is fatal and raised to
+    `classify` converts a driver error. Each transaction runs in the context `exclusive()`. `check` is called before a
+    transaction and, after it, before the callers are answered; if it returns a failure, that is fatal and raised to
     them. Then `after_commit` is called with the number of written bytes; if it returns a failure, that is fatal.
 
     Pass `claim` if other processes also write to the database. It is called first in each transaction and locks what
@@ -97,10 +97,10 @@ class CommitQueue:
         after_commit: Callable[[int], StoreFailure | None],
         exclusive: Callable[[], AbstractContextManager[None]] = nullcontext,
         claim: Callable[[Connection, Sequence[Claims]], None] | None = None,
-        before_answer: Callable[[], StoreFailure | None] = lambda: None,
+        check: Callable[[], StoreFailure | None] = lambda: None,
     ) -> None:
         self._connection, self._classify, self._exclusive, self._claim = connection, classify, exclusive, claim
-        self._after_commit, self._before_answer = after_commit, before_answer
+        self._after_commit, self._check = after_commit, check
         self._calls: SimpleQueue[_QueuedWork | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
@@ -144,14 +144,20 @@ class CommitQueue:
                 _answer(batch, self._refusals(batch))
 
     def _serve(self, batch: Sequence[_QueuedWork]) -> None:
-        outcomes = self._commit(batch)
-        if self._broken is None and (failure := self._before_answer()) is not None:
-            self._break(failure)
-            outcomes = self._refusals(batch)
+        # Check first as well: what is refused must not be recorded.
+        outcomes = self._refused(batch) or self._commit(batch)
+        outcomes = self._refused(batch) or outcomes
         _answer(batch, outcomes)
         sizes = [outcome for outcome in outcomes if isinstance(outcome, int)]
         if sizes and (failure := self._after_commit(sum(sizes))) is not None:
             self._break(failure)
+
+    def _refused(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome]:
+        """Return refusals if `check` fails, else nothing."""
+        if self._broken is not None or (failure := self._check()) is None:
+            return ()
+        self._break(failure)
+        return self._refusals(batch)
 
     def _batches(self) -> Iterator[list[_QueuedWork]]:
         while (first := self._calls.get()) is not None:

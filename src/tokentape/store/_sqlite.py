@@ -13,7 +13,7 @@ import shutil
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -149,9 +149,7 @@ class _Writer:
                 raise failure.error()
             undo.pop_all()
         self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, f"{DATABASE_NAME}-shm", LOCK_NAME))
-        self.commits = CommitQueue(
-            self._connection, explain, self._after_commit, exclusive, before_answer=self._lost_files
-        )
+        self.commits = CommitQueue(self._connection, explain, self._after_commit, self._writing, check=self._lost_files)
 
     def close(self) -> None:
         """Run the queued calls, checkpoint unless the store is broken, and close the database."""
@@ -162,6 +160,19 @@ class _Writer:
             self._connection.close()
         if failure is not None:
             raise failure.error()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._exclusive():
+            try:
+                yield
+            except DBAPIError as error:
+                if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_FSYNC:
+                    # The log has the whole commit, which was not acknowledged, and a restart would take it up.
+                    # The next commit overwrites its first page, also if its own flush fails, and so makes it invalid.
+                    with suppress(DBAPIError):
+                        execute_directly(self._connection, "PRAGMA user_version = 0")
+                raise
 
     def _lost_files(self) -> StoreFailure | None:
         """Return a failure if a file was removed or replaced. First save the record, if that is safe."""

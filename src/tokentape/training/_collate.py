@@ -11,7 +11,7 @@ Advantages and other per-token numbers are columns of samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tokentape._session.payloads import blank_rows
 from tokentape.engines._image_processor import QwenImageProcessor
 from tokentape.errors import InvalidRequest
-from tokentape.training._samples import Sample
+from tokentape.training._samples import Sample, each
 from tokentape.training._supports import refuse_supports_with_full_logprobs
 from tokentape.training._trainers import token_temperatures
 from tokentape.types import MediaSpan, TokenRows, TokenValues
@@ -135,7 +135,7 @@ def padded(
     that `log_softmax(logits / temperature)` can't produce; and for logprobs over the whole vocabulary with recorded
     supports.
     """
-    _check(samples, pad_id, vocab_size)
+    samples = _checked(samples, pad_id, vocab_size)
     if side not in ("right", "left"):
         raise InvalidRequest(f"side is {side!r}: expected right or left", "side")
     lengths = [len(sample.token_ids) for sample in samples]
@@ -160,7 +160,7 @@ def packed(
     transformers 5 find boundaries from `position_ids`, which restart at each sample, but only with `use_cache=False`
     and without an attention mask; with flash attention they take one row. Raises as `padded`.
     """
-    _check(samples, pad_id, vocab_size)
+    samples = _checked(samples, pad_id, vocab_size)
     sizes = [len(sample.token_ids) for sample in samples]
     size = _row_length(sum(sizes) if length is None else max(sizes), length, multiple)
     places = np.zeros((len(samples), 3), np.int64)
@@ -192,7 +192,8 @@ def _row_length(longest: int, length: int | None, multiple: int) -> int:
     return length
 
 
-def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
+def _checked(samples: Iterable[Sample], pad_id: int, vocab_size: int) -> Sequence[Sample]:
+    samples = list(each(samples, Sample))
     if not samples:
         raise InvalidRequest("there are no samples: a batch needs at least 1", "samples")
     if not 0 <= pad_id < vocab_size:
@@ -224,6 +225,7 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
             )
         for name in sample.columns:
             column_of(sample, name)
+    return samples
 
 
 def _temperatures(sample: Sample, check: bool) -> npt.NDArray[np.float32]:
@@ -333,7 +335,7 @@ def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
 
 
 def group_advantages(
-    samples: Sequence[Sample], *, name: str = "advantages", scale: bool = True, epsilon: float = 1e-6
+    samples: Iterable[Sample], *, name: str = "advantages", scale: bool = True, epsilon: float = 1e-6
 ) -> list[Sample]:
     """Return samples with the GRPO advantage as a column: reward minus group mean, divided by the standard deviation.
 
@@ -342,6 +344,7 @@ def group_advantages(
     the division (Dr. GRPO). Raises `InvalidRequest` for a sample without a reward or a group.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
+    samples = list(each(samples, Sample))
     for sample in samples:
         rewards.setdefault(_group_of(sample), {}).setdefault(sample.session_id, []).append(reward_of(sample))
     center: dict[str, tuple[float, float]] = {}

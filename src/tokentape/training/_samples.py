@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from tokentape.types import Provenance, TokenRows, TokenValues, Trajectory
 
 if TYPE_CHECKING:
     import datasets
+
+
+_Item = TypeVar("_Item", bound=Trajectory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,16 +214,28 @@ def assemble(
     Raises `InvalidRequest` for a session without the group's key in its metadata, with `roles` for trajectories without
     a role, and for trajectories that contradict themselves or others of their session.
     """
+    if not isinstance(select, list | tuple):
+        raise InvalidRequest(f"select is {select!r}: expected a list of functions, such as [longest_branch]", "select")
+    if not isinstance(max_length, MaxLength | None):
+        raise InvalidRequest(f"max_length is {max_length!r}: expected MaxLength(tokens, 'cut' or 'drop')", "max_length")
     if roles is not None:
         check_roles(roles)
         select = [partial(_with_roles, roles), *select]
     sessions: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
+    for trajectory in each(trajectories, Trajectory, "`read_trajectories(PATH)`"):
         sessions.setdefault(trajectory.session_id, []).append(trajectory)
     parts = [_of_session(of_session, select, split, max_length, group) for of_session in sessions.values()]
     return Assembled(
         [sample for part in parts for sample in part.samples], sum((part.report for part in parts), AssemblyReport())
     )
+
+
+def each(items: Iterable[_Item], kind: type[_Item], source: str = "`assemble(...).samples`") -> Iterator[_Item]:
+    """Yield the items. Raises `InvalidRequest` unless each is a `kind`; `source` names what returns them."""
+    for item in items if isinstance(items, Iterable) else [items]:
+        if not isinstance(item, kind):
+            raise InvalidRequest(f"found {type(item).__name__}, expected {kind.__name__} objects, as from {source}")
+        yield item
 
 
 def _with_roles(roles: Sequence[str], trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
@@ -411,7 +426,7 @@ in a line, is the version of the fields that only samples have: it changes if su
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> int:
     """Write samples to a file, as JSON lines if its name ends with `.jsonl`, else as Parquet. Return their number."""
-    return write_file(samples, path, SAMPLES)
+    return write_file(each(samples, Sample), path, SAMPLES)
 
 
 def read_samples(path: str | Path) -> Iterator[Sample]:
@@ -423,4 +438,6 @@ def to_dataset(samples: Iterable[Sample]) -> datasets.Dataset:
     """Return a Hugging Face dataset in memory, with one row per sample. Needs `datasets`."""
     import datasets
 
-    return datasets.Dataset(datasets.table.InMemoryTable(trajectories_table(list(samples), layout=SAMPLES)))
+    return datasets.Dataset(
+        datasets.table.InMemoryTable(trajectories_table(list(each(samples, Sample)), layout=SAMPLES))
+    )

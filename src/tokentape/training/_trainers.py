@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from tokentape._session.comparable import has_supports, not_comparable
 from tokentape.errors import InvalidRequest
-from tokentape.training._samples import Sample
-from tokentape.types import TokenDistribution
+from tokentape.training._samples import Sample, each
+from tokentape.types import TokenDistribution, Trajectory
 
 if TYPE_CHECKING:
     from tokentape.audit._served import CheckResult
@@ -101,7 +101,7 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
 
 def refuse_images(samples: Sequence[Sample]) -> None:
     """Raise `InvalidRequest` if a sample has images, because trainers get no pixels."""
-    for sample in samples:
+    for sample in each(samples, Trajectory):
         if sample.media:
             raise InvalidRequest(
                 f"session {sample.session_id!r} has {len(sample.media)} images, and exports have only their "

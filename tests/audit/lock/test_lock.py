@@ -161,6 +161,10 @@ def test_parts_that_provably_have_no_other_effect_are_as_locked(tiny_lock: Lock,
     assert examine(tiny_lock, edited(tiny, without_effect)).ok
 
 
+def test_settings_that_provably_have_no_other_effect_are_as_locked(tiny_lock: Lock, tiny: Path) -> None:
+    assert examine(tiny_lock, edited(tiny, lambda spec: spec["model"].update(fuse_unk=True, dropout=0.0))).ok
+
+
 @pytest.mark.parametrize(("added", "same"), [("{# A comment. #}", True), ("\n", True), ("{{ '.' }}", False)])
 def test_a_template_that_provably_writes_the_same_is_as_locked(
     tiny_lock: Lock, tiny: Path, added: str, same: bool

@@ -130,6 +130,14 @@ def test_the_split_built_into_byte_level_is_that_of_gpt2(before: list[dict[str, 
     assert same_step("pre_tokenizer", ours, theirs) == (pieces[0] == pieces[1]) == (not space)
 
 
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_bert_strips_accents_by_default_if_it_writes_lower_case(lowercase: bool) -> None:
+    part = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": lowercase}
+    ours, theirs = ({**part, "strip_accents": strips} for strips in (None, True))
+    texts = [with_only("normalizer", part).normalizer.normalize_str("É") for part in (ours, theirs)]
+    assert same_step("normalizer", ours, theirs) is (texts[0] == texts[1]) is lowercase
+
+
 def test_a_gguf_of_an_unknown_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerUnusable, match="'of-tomorrow', an unknown split"):
         open_backend(str(write_gguf(tmp_path / "tiny.gguf", pre="of-tomorrow")))

@@ -8,7 +8,7 @@ from itertools import product
 
 import tokenizers
 
-from tokentape.audit._skew.parts import makes_whole_vocabulary, same_merges
+from tokentape.audit._skew.merge_tables import makes_whole_vocabulary, same_merges
 
 Merge = tuple[str, str]
 TEXTS = ["".join(chars) for n in range(1, 8) for chars in product("ab", repeat=n)]

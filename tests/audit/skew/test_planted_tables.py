@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,9 @@ from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.findings import Skew
+from tokentape.audit._skew.parts import same_settings
+from tokentape.chat._byte_level import BYTE_OF
+from tokentape.chat._tokenizer_files import from_text
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 
@@ -201,11 +205,34 @@ def test_an_added_token_of_another_spelling_is_named_on_both_sides() -> None:
 def test_unwritten_settings_are_not_named() -> None:
     own = replace(base(TINY), template=None)
     bare = {key: own.spec["model"][key] for key in ("type", "vocab", "merges")}
-    other = {**own.spec, "model": {**bare, "fuse_unk": True}}
+    other = {**own.spec, "model": {**bare, "end_of_word_suffix": "."}}
     causes = [finding.cause for finding in audit(own.side("A"), own.side("B", spec=other)).findings]
     about_settings = [cause for cause in causes if cause.startswith("the model settings")]
     assert about_settings
-    assert not any("byte_fallback" in cause or "suffix" in cause for cause in about_settings)
+    assert not any("byte_fallback" in cause or "prefix" in cause for cause in about_settings)
+
+
+BYTES = {
+    "byte-level": (
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        [*BYTE_OF],
+    ),
+    "fallback": (None, [f"<0x{byte:02X}>" for byte in range(256)]),
+}
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("kind", list(BYTES))
+def test_settings_for_unknown_characters_matter_only_if_a_character_can_be_unknown(kind: str, lacks: bool) -> None:
+    step, pieces = BYTES[kind]
+    pieces = ["?", *(piece for piece in pieces if not (lacks and piece in ("\xa9", "<0xA9>")))]
+    model = {"type": "BPE", "vocab": {piece: n for n, piece in enumerate(pieces)}, "merges": [], "unk_token": "?"}
+    model |= {"byte_fallback": kind == "fallback", "fuse_unk": False}
+    specs = [{"pre_tokenizer": step, "model": {**model, "fuse_unk": fused}} for fused in (False, True)]
+    text = "\U00029a69" * 2  # bytes F0 A9 A9 A9
+    ids = [from_text(json.dumps({"version": "1.0", "added_tokens": [], **spec})).encode(text).ids for spec in specs]
+    assert same_settings(*specs) is not lacks
+    assert (ids[0] == ids[1]) is not lacks
 
 
 def test_a_difference_of_vocabularies_names_no_added_token() -> None:

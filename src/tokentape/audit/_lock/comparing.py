@@ -15,7 +15,8 @@ from tokentape.audit import _model_files as model_files
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, sha256, unpacked_merges
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 from tokentape.audit._skew.file_findings import same_template
-from tokentape.audit._skew.parts import PREFIXES, Merge, nested_difference, same_merges, same_step
+from tokentape.audit._skew.merge_tables import Merge, same_merges
+from tokentape.audit._skew.parts import PREFIXES, nested_difference, same_settings, same_step
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 
@@ -184,7 +185,8 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     if new is None:
         return
     for name, step in old.steps.items():
-        if new.steps[name] != step and (name == "model" or not same_step(name, step, new.steps[name])):
+        same = _same_settings(old, observed) if name == "model" else same_step(name, step, new.steps[name])
+        if not same:
             yield name, _step_change(step, new.steps[name])
     if new.vocabulary != old.vocabulary:
         yield "vocabulary", _block_change("id", old.vocabulary, new.vocabulary)
@@ -257,6 +259,18 @@ def _block_change(what: str, was: Sequence[str], now: Sequence[str]) -> str:
         f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what}s differ, the first from {what} "
         f"{block * BLOCK} to {(block + 1) * BLOCK - 1}"
     )
+
+
+def _same_settings(old: Components, observed: Observed) -> bool:
+    """Return True if the model's settings are equal, or provably have the same effect with equal tables."""
+    new = observed.components
+    if new is None or new.steps["model"] == old.steps["model"]:
+        return True
+    if observed.source is None or (new.vocabulary, new.merges) != (old.vocabulary, old.merges):
+        return False
+    now = json.loads(observed.source())
+    model = {**now["model"], **old.steps["model"]}
+    return same_settings({**now, "pre_tokenizer": old.steps["pre_tokenizer"], "model": model}, now)
 
 
 def _merges_apart(old: Components, observed: Observed) -> str | None:

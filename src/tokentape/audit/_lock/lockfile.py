@@ -24,7 +24,7 @@ import tokenizers
 from tokentape._batches import batched
 from tokentape._durable import write_durably
 from tokentape.audit import _model_files as model_files
-from tokentape.audit._skew.parts import Merge, merges_of
+from tokentape.audit._skew.merge_tables import Merge, merges_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certificate_cache import certifier_digest, load_or_certify

@@ -18,7 +18,8 @@ from jinja2 import nodes
 
 from tokentape.audit._model_files import changed_entries
 from tokentape.audit._skew.backends import Backend, SkewChat
-from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, part_of
+from tokentape.audit._skew.merge_tables import Merge, applied_merges
+from tokentape.audit._skew.parts import Spec, is_byte_level, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.chat._template import ChatTemplate, parse_template

@@ -1,18 +1,10 @@
-"""Compare, describe and exchange the parts of a tokenizer.json, and make widely used parts, which `causes` tries.
-
-A merge can apply in a text only if it is also the last step of encoding its own result, because the steps that make its
-two pieces are the same in a text as alone. So two merge lists are equivalent if only merges that never apply differ.
-"""
+"""Compare, describe and exchange the parts of a tokenizer.json, and make widely used parts, which `causes` tries."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +14,8 @@ from tokentape._alignment import first_difference
 from tokentape.audit._model_files import changed_entries
 from tokentape.audit._skew.backends import BackendFacts, BackendToken
 from tokentape.audit._skew.findings import Kind
+from tokentape.audit._skew.merge_tables import makes_whole_vocabulary, merges_of, same_merges
+from tokentape.chat._byte_level import BYTE_OF
 
 SPLITS: Mapping[str, tuple[str, ...]] = {
     name: tuple(parts)
@@ -92,7 +86,6 @@ def _with_prefix_space(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Spec: TypeAlias = Mapping[str, Any]
-Merge: TypeAlias = tuple[str, ...]
 
 PARTS: Mapping[str, Kind] = {
     "normalizer": "normalizer",
@@ -119,11 +112,6 @@ def part_of(spec: Spec, name: str) -> Any:
     return _normalized(raw, name)
 
 
-def merges_of(model: Spec) -> list[Merge]:
-    """Return the merges of a tokenizer.json's model, which stores each as a string or as a list."""
-    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges") or ()]
-
-
 def _normalized(part: Any, name: str) -> Any:
     """Normalize a part: drop fields that change neither ids nor text, and write patterns in one way."""
     if not isinstance(part, Mapping):
@@ -140,6 +128,8 @@ def _normalized(part: Any, name: str) -> Any:
             return _normalized(byte_level("gpt2"), name)  # the split that is built into ByteLevel
         decoder = name == "decoder"
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
+    if part.get("type") == "BertNormalizer" and part.get("strip_accents") is None:
+        return {**part, "strip_accents": part.get("lowercase")}
     pattern = part.get("pattern")
     if isinstance(pattern, Mapping) and "Regex" in pattern:
         regex = pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n").replace("\t", r"\t").replace(r"\"", '"')
@@ -224,12 +214,41 @@ def _equivalent(name: str, a_part: Any, b_part: Any, a: Spec, b: Spec) -> bool:
         prefixed = any(spec["model"].get(prefix) for spec in (a, b) for prefix in PREFIXES)
         return not prefixed and same_merges(a_part, b_part)
     if name == "settings":
-        if {key for key in a_part if a_part[key] != b_part[key]} != {"ignore_merges"}:
-            return False
+        return same_settings(a, b)
+    return bool(_loaded(a_part, name) == _loaded(b_part, name))
+
+
+def same_settings(a: Spec, b: Spec) -> bool:
+    """Return True if the settings of two models are proven to have the same effect with the models' other parts."""
+    ours, theirs = ({**_DEFAULTS, **part_of(spec, "settings")} for spec in (a, b))
+    changed = {key for key in (*ours, *theirs) if ours.get(key) != theirs.get(key)}
+    if changed & _OF_UNKNOWN and any(all(map(test, (a, b))) for test in (_has_all_bytes, _is_byte_level_only)):
+        changed -= _OF_UNKNOWN
+    if changed == {"ignore_merges"}:
         merges = [part_of(spec, "merges") for spec in (a, b)]
         fewer = min(merges, key=len)
         return makes_whole_vocabulary(a["model"], fewer) and (merges[0] == merges[1] or same_merges(*merges))
-    return bool(_loaded(a_part, name) == _loaded(b_part, name))
+    return not changed
+
+
+_OF_UNKNOWN = {"unk_token", "fuse_unk", "byte_fallback"}
+"""Settings that have an effect only on characters that the vocabulary lacks."""
+
+
+def _has_all_bytes(spec: Spec) -> bool:
+    """Return True if BPE writes each character that its vocabulary lacks as bytes."""
+    model = spec["model"]
+    return bool(model["type"] == "BPE" and model.get("byte_fallback")) and {
+        f"<0x{byte:02X}>" for byte in range(256)
+    } <= set(model["vocab"])
+
+
+def _is_byte_level_only(spec: Spec) -> bool:
+    """Return True if BPE gets only characters that stand for bytes, and its vocabulary has all of them."""
+    model, steps = spec["model"], part_of(spec, "pre_tokenizer") or {}
+    last = steps.get("pretokenizers", [steps])[-1]
+    plain = model["type"] == "BPE" and not any(model.get(prefix) for prefix in PREFIXES)
+    return plain and last.get("type") == "ByteLevel" and set(BYTE_OF) <= set(model["vocab"])
 
 
 def same_step(name: str, ours: Any, theirs: Any) -> bool:
@@ -262,67 +281,6 @@ def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
         case _:
             return {**spec, name: other.get(name)}
     return {**spec, "model": model}
-
-
-def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
-    """Return True if both lists are proven to encode every text equally.
-
-    They are if they apply the same merges, and merges that share no piece are all that changed places. The second holds
-    if no merge comes before one that makes its pieces: then each merge is applied everywhere before the next one.
-    """
-    applied = applied_merges(tuple(ours)), applied_merges(tuple(theirs))
-    if applied[0] == applied[1]:
-        return True
-    of_pieces = [_merges_of_pieces(merges) for merges in applied]
-    return of_pieces[0] == of_pieces[1] and all(
-        "".join(later) != piece or "".join(earlier) == piece
-        for piece, merges in of_pieces[0].items()
-        for earlier, later in pairwise(merges)
-    )
-
-
-def _merges_of_pieces(merges: Iterable[Merge]) -> dict[str, list[Merge]]:
-    """Return the merges that make or use each piece, in their order."""
-    of_pieces: dict[str, list[Merge]] = {}
-    for merge in merges:
-        for piece in {*merge, "".join(merge)}:
-            of_pieces.setdefault(piece, []).append(merge)
-    return of_pieces
-
-
-_BYTES_SPELLED = re.compile("(<0x[0-9A-F]{2}>)+")
-"""Tokens of byte fallback. Their merges apply to characters that the vocabulary lacks, not to this spelling."""
-
-
-@lru_cache(4)
-def applied_merges(merges: tuple[Merge, ...]) -> list[Merge]:
-    """Return the merges in a list that at least one text can use, by rank and without duplicates."""
-    # `tokenizers` gives a merge that is listed twice its last place.
-    ranks = {merge: rank for rank, merge in enumerate(merges)}
-    ordered = sorted(ranks, key=ranks.__getitem__)
-    return [merge for merge in ordered if any(map(_BYTES_SPELLED.fullmatch, merge)) or _applied(merge, ranks)]
-
-
-def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) -> bool:
-    """Return True if merging the text of each token gives that token, so that `ignore_merges` has no effect."""
-    if not isinstance(model["vocab"], Mapping):
-        return False
-    long = {token for token in model["vocab"] if len(token) > 1}
-    # Looking up merge results is fast, and decides most cases.
-    return long <= {"".join(merge) for merge in merges} and long <= {*map("".join, applied_merges(tuple(merges)))}
-
-
-def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
-    """Return True if a merge is the last step of encoding its own result, see the module docstring."""
-    parts = list("".join(merge))
-    while len(parts) > 2:
-        pairs = [ranks.get(pair, inf) for pair in pairwise(parts)]
-        first = min(pairs)
-        if first == inf:
-            return False
-        index = pairs.index(first)
-        parts[index : index + 2] = [parts[index] + parts[index + 1]]
-    return tuple(parts) == merge
 
 
 def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
