@@ -445,7 +445,7 @@ def test_compared_numbers_and_words_are_extracted() -> None:
         "{% if n % 7 == 0 or n is divisibleby(5) %}{% endif %}{{ has(m.content, '/deep') }}"
         "{% if m.name in ['run'] or m.content | trim | length > 500 %}{% endif %}"
     )
-    assert compared(tree) == (("/deep",), ("run",), 9, 500, 7)
+    assert compared(tree) == (("/deep",), ("run",), 9, 500, 7, ())
 
 
 class Images:

@@ -43,7 +43,7 @@ class Continuations:
         """Test the continuation with this name; see `grammar.continuation_name`."""
         refusal = "the template accepted no conversation with it"
         tried = 0
-        shortest: tuple[Message, ...] = ()
+        first: Conversation | None = None
         compared = self._renderer.template.compared
         strategy: Strategy = "contextual" if compared.number > HIGHEST else "local"
         rewritten: dict[bool, _Rewritten] = {}
@@ -60,22 +60,22 @@ class Continuations:
                 refusal = str(error)
                 continue
             tried += 1
-            shortest = shortest or history
+            first = first or conversation
             strategy = max(strategy, own_strategy, key=_FROM_BEST.index)
             ends |= dict.fromkeys(self._ends(reply, suffix))
             clean = grammar.is_clean(reply)
             reason = None if clean in rewritten else self._rewrites(conversation, suffix)
             if reason is not None:
                 rewritten[clean] = reason, conversation.messages
-        if not tried:
+        if first is None:
             return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
         for clean, rewriting in self._rarely_rewritten(name) if True not in rewritten else ():
             rewritten.setdefault(clean, rewriting)
             if clean:
                 break
         if strategy in ("local", "contextual"):
-            depends, rewritten_by_words = self._under_words(name, shortest)
-            strategy = "fork" if self._depends_on_words(name, shortest) else "contextual" if depends else strategy
+            depends, rewritten_by_words = self._under_words(name, first.history)
+            strategy = "fork" if self._depends_on_words(first) else "contextual" if depends else strategy
             if rewritten_by_words is not None:
                 rewritten.setdefault(True, rewritten_by_words)
         if not rewritten:
@@ -141,18 +141,22 @@ class Continuations:
             after.add(rest if found else "")
         return len(after) > 1
 
-    def _depends_on_words(self, name: str, shortest: tuple[Message, ...]) -> bool:
-        """Return whether the text after a turn depends on words in parts of it for which a suffix has sentinels."""
-        replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
+    def _depends_on_words(self, accepted: Conversation) -> bool:
+        """Return whether the text after a turn depends on words in parts of it for which a suffix has sentinels.
+
+        `accepted` is a conversation that the template accepts. Its turn gets the words.
+        """
         keys = self._renderer.template.compared.keys
 
         def differs(reply: Message) -> bool:
-            conversation = Conversation(shortest, reply, new)
+            conversation = accepted._replace(reply=reply)
             return not self._marked(conversation.messages, generate=True).endswith(self._suffix(conversation))
 
-        for words in self._words(new) if not differs(replies[0]) else ():
+        if differs(accepted.reply):
+            return False
+        for words in filter(None, self._words(accepted.new)):
             with contextlib.suppress(TemplateRefused):
-                if differs(grammar.saying(replies[0], words, keys)):
+                if differs(grammar.saying(accepted.reply, words, keys)):
                     return True
         return False
 
