@@ -192,7 +192,7 @@ class Continuations:
             rewritten = (reason, conversation.messages) if reason is not None else rewritten
 
         for words in self._words(new):
-            with_words = self._with(reply, content=words)
+            with_words = self._with(reply, content=words) if words else speaking
             contents = words, "A plainword."
             changed = [tuple(self._with(message, content=content) for message in new) for content in contents]
             for history in grammar.histories_with(words, self._renderer.template.compared.keys):
