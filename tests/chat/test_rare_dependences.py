@@ -441,7 +441,9 @@ def test_texts_that_are_only_written_are_not_tried() -> None:
 
 def test_calls_before_content_do_not_make_a_bridge_depend_on_the_history() -> None:
     calls = "{% for t in m.tool_calls or [] %}<tool_call>{{ t.function | tojson }}</tool_call>{% endfor %}"
-    body = f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{calls}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+    body = (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{calls}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+    )
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(body + PROMPT)))
     assert {continuation.strategy for continuation in certificate.continuations} == {"local"}
 
