@@ -59,6 +59,13 @@ JSON_TAGS = calling(
     "{% endfor %}</tool_call>"
 )
 TAGS = JSON_TAGS.replace(JSON, BARE)
+NESTED = (
+    "{% macro nested(v) %}{% if v is mapping %}{% for k, w in v.items() %}<{{ k }}>{{ nested(w) }}</{{ k }}>"
+    "{% endfor %}{% elif v is iterable and v is not string %}{% for w in v %}<item>{{ nested(w) }}</item>{% endfor %}"
+    "{% else %}{{ " + BARE + " }}{% endif %}{% endmacro %}"
+) + calling('<tool_call><call name="{{ f.name }}">{{ nested(f.arguments) }}</call></tool_call>')
+NESTED_NAMES = NESTED.replace("<{{ k }}>", '<p n="{{ k }}">').replace("</{{ k }}>", "</p>").replace("item>", "i>")
+ESCAPED = TAGS.replace(BARE, f"({BARE}) | e")
 COUNTED_NAMES = (
     calling(
         "<tool_call>\n<function={{ f.name }}:{{ loop.index0 }}>\n{% for k, v in f.arguments.items() %}"
@@ -89,7 +96,7 @@ PROGRAM = (
 ALL = {
     name: source
     for name, source in globals().items()
-    if isinstance(source, str) and source.startswith(USERS) and name not in ("USERS", "END")
+    if isinstance(source, str) and USERS in source and name not in ("USERS", "END")
 }
 
 
@@ -120,13 +127,64 @@ def test_every_call_round_trips_if_text_is_delimited(source: str) -> None:
 
 @pytest.mark.parametrize(
     ("source", "missed"),
-    [(SEMICOLONS, "null as text"), (SPACES, "null as text"), (TAGS, "null argument")],
-    ids=["semicolons", "spaces", "tags"],
+    [
+        (SEMICOLONS, "null as text"),
+        (SPACES, "null as text"),
+        (TAGS, "null argument"),
+        (ESCAPED, "null argument"),
+        (NESTED, "null argument"),
+        (NESTED_NAMES, "null argument"),
+    ],
+    ids=["semicolons", "spaces", "tags", "escaped", "nested", "nested-names"],
 )
 def test_certificate_reports_that_null_and_its_text_are_ambiguous(source: str, missed: str) -> None:
     checks = held(source)
     both = {"null argument", "null as text"}
     assert {name: checks[name] for name in both} == {missed: False, (both - {missed}).pop(): True}
+
+
+@pytest.mark.parametrize("source", [NESTED, NESTED_NAMES], ids=["nested", "names"])
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["a b", "c"],
+        ["1", "é"],
+        [],
+        {},
+        [[1, 2], [3]],
+        {"o": {"o": "x", "b": 1}, "b": [{"c": "d"}]},
+        "a <i>b</i>",
+        "<o>1</o>",
+    ],
+)
+def test_lists_and_objects_written_as_tags_are_read(source: str, step: int, value: Any) -> None:
+    types = {"l": {"type": "array", "items": {"type": "string"}} if "1" in value else {"type": "array"}}
+    types |= {"o": {"type": "object"}, "note": {"type": "string"}}
+    parameters = {"type": "object", "properties": types}
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}
+    renderer = renderer_of(source)
+    key = "note" if isinstance(value, str) else "o" if isinstance(value, dict) else "l"
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(1, {key: value, "a": 2})]}
+    text = renderer.render_text([turn], setup_for(renderer, tools=(tool,)), generate=False)
+    completion = renderer.tokenizer.spell_marks(text).partition("assistant\n")[2]
+    (read,) = parsed(renderer, completion, step, (tool,)).tool_calls
+    assert (read.status, json.loads(read.arguments)) == ("ok", {key: value, "a": 2})
+
+
+def test_values_escaped_as_in_xml_are_read() -> None:
+    checks = held(ESCAPED)
+    assert (checks["multi-line argument"], checks["quotes in an argument"]) == (True, True)
+
+
+def test_arguments_in_tags_with_text_between_them_are_not_read_as_others() -> None:
+    pairs = calling(
+        "<tool_call>{{ f.name }} [{% for k, v in f.arguments.items() %}[{{ k | tojson }}, {{ v | tojson }}]"
+        "{% if not loop.last %}, {% endif %}{% endfor %}]</tool_call>"
+    )
+    assert held(pairs)["call"] is False
+    reply = parsed(renderer_of(pairs), '<tool_call>add [["note", "x"]]</tool_call><|im_end|>')
+    assert [call for call in reply.tool_calls if call.status == "ok"] == []
 
 
 def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:

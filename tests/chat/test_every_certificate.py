@@ -14,7 +14,7 @@ from tokentape.chat._certificate import Certificate
 from tokentape.errors import TemplateRefused
 
 NOT_READ = {
-    # Lists and objects become nested tags named by their keys.
+    # It writes null within a list as no text.
     "real/minimax_m2/templates/MiniMax-M3.jinja": {"typed arguments"},
 }
 NO_TOOLS = {"gemma3/templates/turns.jinja"}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import load_renderer, load_tokenizer, setup_for
 from tests.chat.test_renderer import QWEN, QWEN3, random_split
+from tests.chat.test_unseen_templates import parsed
 from tests.searching import examples
 from tokentape.chat._parse import Reply
 from tokentape.chat._renderer import Renderer
@@ -292,3 +293,13 @@ def test_a_prompt_that_opens_and_closes_reasoning_leaves_none_open() -> None:
     parser.feed(renderer.tokenizer.encode_plain("Yes.<|im_end|>"))
     reply = parser.finish()[1]
     assert (reply.reasoning, reply.content, reply.reasoning_open) == ("", "Yes.", False)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "header", ["<|channel|>commentary to=functions.add", " to=functions.add<|channel|>commentary json"]
+)
+def test_a_call_that_is_cut_off_in_its_header_keeps_its_name(header: str, step: int) -> None:
+    reply = parsed(load_renderer("gpt_oss/templates/gpt-oss.jinja"), header, step)
+    assert [(call.name, call.status) for call in reply.tool_calls] == [("add", "unclosed")]
+    assert reply.content == header

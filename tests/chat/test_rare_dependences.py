@@ -330,6 +330,33 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         assistant("1"),
         user("2"),
     ),
+    "a word beside an earlier call": (
+        written(
+            "{% if m.tool_calls and 'se' ~ 'cret' in m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), {**step(1)[0], "content": "my secret"}, step(1)[1]],
+        assistant("1"),
+        user("2"),
+    ),
+    "a word at the beginning of a long conversation": (
+        written(
+            "{% if messages | length > 7 and loop.first and 'boost' in m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("boost it"), *[assistant("1"), user("2")] * 3],
+        assistant("4"),
+        user("5"),
+    ),
+    "a word in a late result": (
+        written(
+            "{% if m.role == 'tool' and loop.index0 > 4 and 'ERROR' in m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [*EXCHANGES, step(1)[0], {**step(1)[1], "content": "ERROR 5"}, assistant("4"), user("5")],
+        assistant("5"),
+        user("6"),
+    ),
     "whether the turn has reasoning": (
         written(
             "{% if m.role == 'assistant' %}{% set ns.thought = m.reasoning_content is defined %}{% endif %}",

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from html import unescape
 
 from tokentape.chat._call_literals import (
     LiteralEnd,
@@ -23,7 +24,16 @@ from tokentape.chat._call_literals import (
 )
 from tokentape.chat._call_syntax import KEY, CallSyntax
 from tokentape.chat._delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
-from tokentape.chat._json_text import ObjectEnd, decode, members, parameter_types, quoted_json, standard, value_json
+from tokentape.chat._json_text import (
+    ObjectEnd,
+    Schema,
+    decode,
+    members,
+    quoted_json,
+    standard,
+    takes_only_text,
+    value_json,
+)
 from tokentape.chat._reply import CallStatus
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
@@ -244,6 +254,8 @@ class _TaggedBody(BodyReader):
         """The match of the key before the value that is being read."""
         self._seek = start
         """Where to continue searching for the end of that value."""
+        self._nested = 0, 0
+        """The position up to which tags within that value are counted, and how many are open there."""
 
     def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         tags = self._tags
@@ -291,16 +303,26 @@ class _TaggedBody(BodyReader):
             # Where nothing closes a value, white space before the next key is its own.
             position = skip_space(text, match.end()) if tags.closing else match.end()
             followed = tags.key_open.match(text, position) or tags.end.match(text, position)
-            if followed or (over and position == len(text)):
+            inside = self._within_nested(text, key, match.start())
+            if not inside and (followed or (over and position == len(text))):
                 raw = text[key.end() : match.start()]
                 self._arguments.append((key["key"], self._value(key, raw)))
                 self._position = match.end()
                 return True
-            if not over and may_grow(text, position, tags.expected):
+            if not inside and not over and may_grow(text, position, tags.expected):
                 return False
             self._seek = match.start() + 1
         self._seek = max(self._seek, len(text) - _LONGEST_HEAD)
         return False
+
+    def _within_nested(self, text: str, key: re.Match[str], end: int) -> bool:
+        """Return whether tags within the value are still open at `end`."""
+        nested = self._syntax.nested
+        if nested is None or takes_only_text(Schema.of(self._tools.get(self._name), key["key"]).types):
+            return False
+        start, depth = self._nested if self._nested[0] >= key.end() else (key.end(), 0)
+        self._nested = end, depth + nested.depth(text, start, end)
+        return self._nested[1] > 0
 
     def _value(self, key: re.Match[str], raw: str) -> str:
         """Return the raw value as JSON text, without the white space that the template writes around values."""
@@ -311,7 +333,13 @@ class _TaggedBody(BodyReader):
             raw = raw[1:] if raw[:1].isspace() else raw
         for _ in range(after):
             raw = raw[:-1] if raw[-1:].isspace() else raw
-        types = parameter_types(self._tools.get(self._name), key["key"])
+        raw = unescape(raw) if syntax.escapes else raw
+        schema = Schema.of(self._tools.get(self._name), key["key"])
+        types = schema.types
+        if syntax.nested is not None and not takes_only_text(types):
+            nested = syntax.nested.json(raw, schema)
+            if nested is not None:
+                return nested
         if syntax.json_key_close and syntax.json_key_close == syntax.key_close:
             return quoted_json(raw, types)
         is_text = key["text"] is not None if syntax.json_key_close else None
@@ -358,7 +386,8 @@ def _tags(syntax: CallSyntax) -> _Tags:
         ends.append(MARK.pattern)
     json_key = rf"|{pattern(syntax.json_key_close)}" if syntax.json_key_close else ""
     # A key's opening delimiter may also begin the call's close: `<` and `</call>`.
-    not_key = f"(?!{close})" if close else ""
+    value_close, named, _ = syntax.value_close.partition(KEY)
+    not_key = "".join(f"(?!{end})" for end in (close, pattern(value_close) if named else "") if end)
     expected = (syntax.key_open, syntax.close, syntax.section_close, syntax.open)
     return _Tags(
         head=re.compile(rf"(?P<name>{_name(syntax, [key_open, *ends])})\s*(?:{pattern(syntax.name_close)})?"),

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from tokentape.chat._call_syntax import CallSyntax
 from tokentape.chat._delimiters import pattern, skip, skip_space
-from tokentape.chat._json_text import parameter_types, takes_only_text, value_json
+from tokentape.chat._json_text import Schema, takes_only_text, value_json
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
@@ -154,7 +154,7 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
         if match is None or not text.startswith(notation.key_close, match.end()):
             raise LiteralError("an argument has no name")
         position = skip_space(text, match.end() + len(notation.key_close))
-        types = parameter_types(tool, match["key"])
+        types = Schema.of(tool, match["key"]).types
         opening = text[position : position + 1]
         if _quote_at(text, position, syntax.quote):
             raw, position = _string(text, position, notation)

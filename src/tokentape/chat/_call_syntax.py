@@ -11,10 +11,12 @@ import os.path
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any, Literal
 
 from tokentape.chat._caller_text import SENTINELS
 from tokentape.chat._delimiters import ANY
+from tokentape.chat._nested_tags import NestedTags, find_nested
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message
@@ -138,6 +140,10 @@ class CallSyntax:
     """The delimiter before text that looks like tags, such as XML's `<![CDATA[` (`tagged` only). It is written between
     `key_close` and the text; `text_close` is written between the text and `value_close`."""
     text_close: str = ""
+    escapes: bool = False
+    """Whether the template escapes `<` and `&` in values as in XML (`tagged` only)."""
+    nested: NestedTags | None = None
+    """Set if objects and lists are tags within tags (`tagged` only)."""
     quote: str = ""
     argument_separator: str = ""
     """`literal` only."""
@@ -187,6 +193,7 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
             syntax = _with_json_values(syntax, region(shape.probe(NAME, {KEY: _NUMBER})))
             if syntax.key_open.strip():
                 syntax = _with_quoted_text(syntax, region(shape.probe(NAME, {KEY: _LIKE_TAGS})))
+                syntax = _with_nested(syntax, lambda value: region(shape.probe(NAME, {KEY: value})))
             else:
                 syntax = _as_literal(syntax)
     if syntax is None:
@@ -275,6 +282,8 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
     opening = common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], after)
     key_open, close = between[len(between) - opening :], after[closing:]
+    if key_open.strip() and between[closing : len(between) - opening].strip():
+        return None  # Only the reader of `literal` calls expects text between arguments.
     shared = _shared_tag(key_open, close, syntax)
     return replace(
         syntax,
@@ -301,8 +310,10 @@ def _with_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
 
 
 def _with_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Set `text_open` and `text_close` if the template adds delimiters around text that looks like tags."""
+    """Set `escapes`, or `text_open` and `text_close`, if the template changes or delimits text that looks like tags."""
     start, value_start = region.find(KEY), region.find(_LIKE_TAGS)
+    if escape(_LIKE_TAGS) in region:
+        return replace(syntax, escapes=True)
     if start < 0 or value_start < start:
         return syntax
     before, after = region[start + len(KEY) : value_start], region[value_start + len(_LIKE_TAGS) :]
@@ -310,6 +321,19 @@ def _with_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
     if end < 0 or not before.startswith(syntax.key_close):
         return syntax
     return replace(syntax, text_open=before[len(syntax.key_close) :], text_close=after[:end])
+
+
+def _with_nested(syntax: CallSyntax, region: Callable[[Any], str]) -> CallSyntax:
+    """Set `nested` if the template writes objects and lists as tags. `region` renders a call with a value."""
+
+    def written(value: Any) -> str:
+        inside = region(value).partition(f"{KEY}{syntax.key_close}")[2]
+        after = f"{syntax.value_close}{syntax.close}"
+        return inside.removesuffix(after) if inside.endswith(after) else ""
+
+    with contextlib.suppress(TemplateRefused):
+        return replace(syntax, nested=find_nested(written))
+    return syntax
 
 
 def _as_literal(syntax: CallSyntax) -> CallSyntax | None:

@@ -181,6 +181,7 @@ class Continuations:
         text because of them.
         """
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
+        compared = self._renderer.template.compared
         reply, depends = replies[0], False
         speaking = reply if reply["content"] else self._with(reply, content="An answerword.")
         thinking = self._with(reply, reasoning_content="A thoughtword.")
@@ -195,7 +196,7 @@ class Continuations:
             with_words = self._with(reply, content=words) if words else speaking
             contents = words, "A plainword."
             changed = [tuple(self._with(message, content=content) for message in new) for content in contents]
-            for history in grammar.histories_with(words, self._renderer.template.compared.keys):
+            for history in grammar.histories_with(words, compared.keys, min(compared.number, HIGHEST)):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
                 usual = Conversation(history, reply, new)

@@ -57,8 +57,15 @@ class ChannelParser(Parser):
         if end is None and not final:
             return False
         if end is None or end[0] == channels.part_close:
-            # The model wrote text without a header.
+            # The model wrote text without a header, or its completion was cut off within one.
+            self._header_at = reader.position
             unframed = reader.take(end.start() if end else len(reader.text))
+            recipient = self._recipient.search(MARK.sub(" ", unframed))
+            is_call = recipient and (MARK.search(unframed) or recipient[1] in self._tools)
+            if end is None and recipient and is_call and self._tools and not reader.ended:
+                self._name = recipient[1]
+                self._add_call("", len(reader.text), ended=False)
+                return False
             for n, text in enumerate(MARK.split(unframed)):
                 if n == 0 or not self._is_header(text, cut_off=end is None):
                     self._add_text("content", text)

@@ -277,10 +277,11 @@ _ENDS_BLANK: Message = {"role": "user", "content": "What is a questionword?\n"}
 
 
 @functools.lru_cache(maxsize=256)
-def histories_with(words: str, keys: Sequence[str] = ()) -> tuple[tuple[Message, ...], ...]:
+def histories_with(words: str, keys: Sequence[str] = (), rounds: int = 0) -> tuple[tuple[Message, ...], ...]:
     """Return histories with `words`, which a template compares with texts, in messages with each role and in calls.
 
     The words are either the whole text, or both its beginning and its end. Calls also have arguments with these `keys`.
+    With more than 2 `rounds`, a history has the words at its beginning and at its end, after so many exchanges.
     """
     around = f"{words} pastword {words}"
     answer = _turn("A pastanswer.")
@@ -300,7 +301,10 @@ def histories_with(words: str, keys: Sequence[str] = ()) -> tuple[tuple[Message,
         "", [_call("Xq3vT8nLw", name, {words or "city": around, **dict.fromkeys((*keys, "place"), words)})], words
     )
     answered = (question, saying, _result("Xq3vT8nLw", around, name))
-    return (*histories, (question, called, _result("Xq3vT8nLw", words)), answered, (*answered, _turn(around), QUESTION))
+    spoken = (question, {**saying, "content": words}, answered[2], _turn(around), QUESTION)
+    exchanges = (EARLIER, answer) * rounds
+    long = ((histories[-1][0], answer, *exchanges, *spoken),) if rounds > 2 else ()
+    return (*histories, (question, called, _result("Xq3vT8nLw", words)), answered, spoken, *long)
 
 
 UNUSUAL_TEXTS = ("42", "A LINE\n- 7 of @b, #c at d://e? `f` {É}!!!", "")

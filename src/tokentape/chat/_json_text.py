@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokentape.chat._delimiters import skip
 from tokentape.types import Tool
@@ -109,7 +109,7 @@ def standard(raw: str) -> str:
 def value_json(raw: str, types: AbstractSet[str] | None, *, is_text: bool | None = None) -> str:
     """Return the JSON text of a tagged value.
 
-    `types` are the parameter's types, see `parameter_types`. `is_text` says whether the model's tags or quotes mark the
+    `types` are the parameter's types, see `Schema`. `is_text` says whether the model's tags or quotes mark the
     value as text, None that they do not show it. If it is False, `null` is a null whatever the types.
 
     >>> value_json("7", {"string"}), value_json("7", None)
@@ -150,14 +150,39 @@ def quoted_json(raw: str, types: AbstractSet[str] | None) -> str:
     return standard(core)
 
 
-def parameter_types(tool: Tool | None, key: str) -> AbstractSet[str] | None:
-    """Return the JSON types that a tool's parameter may have, as far as its schema names them.
+class Schema(NamedTuple):
+    """A part of a tool's JSON schema for its arguments; `schema` is None if the tool has none for this part."""
 
-    Return None if the tool has no schema for it.
-    """
-    parameters = _at(tool, ["function", "parameters"])
-    schema = _at(parameters, ["properties", key])
-    return None if schema is None else _types(schema, parameters, set())
+    schema: Any
+    root: Any
+
+    @classmethod
+    def of(cls, tool: Tool | None, key: str) -> Schema:
+        """Return the schema of a parameter."""
+        parameters = _at(tool, ["function", "parameters"])
+        return cls(_at(parameters, ["properties", key]), parameters)
+
+    @property
+    def types(self) -> AbstractSet[str] | None:
+        """The JSON types that a value may have, as far as the schema names them; None without a schema."""
+        if self.schema is None:
+            return None
+        types: set[str] = set()
+        for schema in _alternatives(self.schema, self.root, set()):
+            named = schema.get("type")
+            named = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
+            if not named and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+                named = {"string"}
+            types |= named
+        return types
+
+    def part(self, key: str | None) -> Schema:
+        """Return the schema of a member of an object or, without a key, that of the items of a list."""
+        paths = [["items"]] if key is None else [["properties", key], ["additionalProperties"]]
+        schemas = list(_alternatives(self.schema, self.root, set()))
+        parts = (_at(schema, path) for path in paths for schema in schemas)
+        return Schema(next((part for part in parts if isinstance(part, Mapping)), None), self.root)
 
 
 def _at(value: Any, path: Iterable[str]) -> Any:
@@ -166,23 +191,18 @@ def _at(value: Any, path: Iterable[str]) -> Any:
     return value
 
 
-def _types(schema: Any, root: Any, seen: set[str]) -> set[str]:
-    """Return the types that a schema names, also by references to other parts of `root` that are not in `seen`."""
+def _alternatives(schema: Any, root: Any, seen: set[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the schema, its alternatives, and those that it references in other parts of `root` not in `seen`."""
     if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        return
+    yield schema
     choices = [choice for key in _CHOICES if isinstance(schema.get(key), list) for choice in schema[key]]
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
         choices.append(_at(root, reference.removeprefix("#/").split("/")))
     for choice in choices:
-        types |= _types(choice, root, seen)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not types and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        types = {"string"}
-    return types
+        yield from _alternatives(choice, root, seen)
 
 
 def _python_literal(core: str) -> str | None:
