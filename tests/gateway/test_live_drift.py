@@ -29,6 +29,17 @@ def ids_of(renderer: Renderer, *pieces: str) -> TokenIds:
     return np.array([token_id for piece in pieces for token_id in encode(piece)], np.int32)
 
 
+def test_background_thread_that_could_not_start_is_started_with_the_next_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    background = BackgroundThread("t", done.append, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "_start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        assert not background.offer(1)
+    assert background.offer(2)
+    background.close()
+    assert done == [2]
+
+
 def test_drift_is_counted_by_artifact(renderer: Renderer) -> None:
     metrics = Metrics()
     drift = LiveDrift(renderer.tokenizer, metrics, share=1.0)

@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,17 @@ def test_log_stays_small_for_any_amount_of_writes(store: SqliteStore, tmp_path: 
     # The commit that reaches the limit is still written, and the limit is an estimate.
     assert CHECKPOINT_BYTES < (tmp_path / "tokentape.db-wal").stat().st_size < 1.5 * CHECKPOINT_BYTES
     assert (tmp_path / "tokentape.db").stat().st_size > 4 * CHECKPOINT_BYTES
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_database_with_a_second_name_is_not_written_to(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+    SqliteStore.open(tmp_path / "first").close()
+    other = tmp_path / "other"
+    other.mkdir()
+    link(tmp_path / "first" / "tokentape.db", other / "tokentape.db")
+    with pytest.raises(StoreError, match="link"):
+        SqliteStore.open(other)
+    SqliteStore.open(other, read_only=True).close()
 
 
 def test_closed_store_is_a_single_file_and_the_lock(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from tokentape.errors import EngineContractError, EngineError, InvalidRequest, S
 from tokentape.store import SqliteStore
 from tokentape.store._lock import LOCK_NAME, DirectoryLock
 from tokentape.store._postgres import Durability, try_opening, without_password
-from tokentape.store._sqlite import DATABASE_NAME
+from tokentape.store._sqlite import DATABASE_NAME, refuse_links
 from tokentape.training._trainers import TRAINERS, served, served_to_all
 
 
@@ -159,6 +159,7 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
         return
     detail = f"{directory}" if there == directory.resolve() else f"{directory} will be created"
     try:
+        refuse_links(directory / DATABASE_NAME)
         if (directory / LOCK_NAME).exists():
             DirectoryLock(directory).release()
         if (directory / DATABASE_NAME).exists():

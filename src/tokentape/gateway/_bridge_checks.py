@@ -151,7 +151,7 @@ class BridgeChecks:
     def _offer(self, job: _Job, *, again: bool = False) -> None:
         # A check offered after `close` stays pending, so that the next gateway runs it.
         if not self._thread.offer(job) and not again and not self._thread.closed:
-            self._record_result(job, BridgeCheck("unknown", "the check queue was full"))
+            self._record_result(job, BridgeCheck("unknown", "the check could not be queued"))
 
     def _check(self, job: _Job) -> None:
         try:

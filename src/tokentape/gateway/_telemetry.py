@@ -382,12 +382,16 @@ class BackgroundThread(Generic[_Item]):
         return self._waiting.full()
 
     def offer(self, item: _Item) -> bool:
-        """Queue an item. Return False, without queueing it, if the queue is full or the thread is closed."""
+        """Queue an item. Return False, not queued, if the queue is full or the thread is closed or can't start."""
         if self.closed:
             return False
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no memory, or a limit; the next item may start it
+                return False
+            self._thread = thread
         try:
             self._waiting.put_nowait(item)
         except queue.Full:

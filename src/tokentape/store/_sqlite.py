@@ -94,6 +94,7 @@ class SqliteStore(Store):
                     raise StoreError(no_database(directory))
             else:
                 make_directory(directory)
+                refuse_links(path)
                 try:
                     if writers is None:
                         undo.callback(DirectoryLock(directory).release)
@@ -262,6 +263,17 @@ def _migrated_copy(path: Path) -> TemporaryDirectory[str] | None:
             raise StoreCorrupt(f"the database, with schema version {version}, can't be migrated: {reason}") from None
         undo.pop_all()
     return folder
+
+
+def refuse_links(path: Path) -> None:
+    """Raise `StoreError` if the database at `path` has another name: names have their own locks and logs."""
+    if path.is_symlink():
+        raise StoreError(f"{path} is a link to {path.resolve()}; name that file's directory, or link the directory")
+    if path.is_file() and (names := path.stat().st_nlink) > 1:
+        raise StoreError(
+            f"{path} has {names} names (hard links), and a record must have one; stop gateways that use the others, "
+            "then remove the others, or replace this one with a copy"
+        )
 
 
 def no_database(directory: str | Path) -> str:
