@@ -419,6 +419,21 @@ def test_probed_continuation_forks_if_a_message_moves_to_the_front(monkeypatch: 
     assert choose(renderer, certify(renderer), grammar.TURNS["content"], new, setup_for(renderer), history) == "fork"
 
 
+SYSTEM_FIRST = """{%- for m in messages if m.role == 'system' %}{{ m.content }}{% endfor -%}
+{%- for m in messages if m.role != 'system' %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ (m.content or '') }}
+{%- for t in m.tool_calls or [] -%}{{ '<tool_call>' ~ t.function.name }}
+{%- for k, v in t.function.arguments.items() %}{{ ' ' ~ k ~ '=' ~ v }}{% endfor %}{{ '</tool_call>' }}{% endfor -%}
+{{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+
+
+def test_a_recorded_reply_is_probed_with_the_objects_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(SYSTEM_FIRST))
+    reply = {"role": "assistant", "content": "", "tool_calls": [call(0, '{"a": 1}')]}
+    new = [result(0), {"role": "system", "content": "Now in French."}]
+    assert choose(renderer, certify(renderer), reply, new, setup_for(renderer), [grammar.QUESTION]) == "fork"
+
+
 def test_probed_message_that_never_reaches_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = load_renderer(QWEN3)

@@ -145,6 +145,47 @@ def test_template_kwargs_beside_a_setup_are_refused(renderer: Renderer) -> None:
         Conversation(renderer, [QUESTION], renderer.setup(), template_kwargs={"enable_thinking": False})
 
 
+LISTED = TURNS.replace("NUMBER", "").replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or () %}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }} is {{ v }}{% endfor %}{% endfor %}",
+)
+
+
+def test_json_text_of_arguments_is_an_object_for_the_template(renderer: Renderer) -> None:
+    renderer = with_template(renderer, LISTED)
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    conversation = Conversation(renderer, [QUESTION, call])
+    assert "a is 2<|im_end|>" in renderer.tokenizer.decode(conversation.token_ids)
+
+
+def test_ids_stay_when_the_caller_uses_its_array_again(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    ids = sampled(renderer, "five")
+    buffer = np.array(ids, np.int32)
+    conversation.add_completion(buffer)
+    buffer[:] = 0
+    assert conversation.token_ids[conversation.loss_mask].tolist() == ids
+
+
+def test_stop_strings_in_one_text_are_refused(renderer: Renderer) -> None:
+    with pytest.raises(InvalidRequest, match="stop_strings is 'END': expected a list"):
+        Conversation(renderer, [QUESTION]).add_completion(sampled(renderer, "five"), "END")
+
+
+def test_no_new_messages_are_refused(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    conversation.add_completion(sampled(renderer, "five"))
+    with pytest.raises(InvalidRequest, match="at least 1 new message"):
+        conversation.add_messages([])
+
+
+def test_a_message_without_a_role_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(InvalidRequest, match=r"the keys \['content'\], expected a `role`"):
+        Conversation(renderer, [{"content": "five"}])
+
+
 @pytest.mark.parametrize("messages", [QUESTION, "And 3 + 4?", ["And 3 + 4?"]])
 def test_messages_that_are_no_list_of_dictionaries_are_refused(renderer: Renderer, messages: Any) -> None:
     conversation = Conversation(renderer, [QUESTION])

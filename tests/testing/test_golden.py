@@ -16,7 +16,7 @@ def test_golden_ids_and_logprobs_are_stable() -> None:
     (trajectory,) = BY_NAME["truncated in the middle"].sessions[0].trajectories()
     first, second, third = [64, 3, 14, 25], [65, 10, 21, 32, 3, PAD], [66, 17, 28, 39, 10, 21, PAD]
     assert trajectory.token_ids.tolist() == [50, 10, 51, 12, *first, PAD, 55, 11, 56, *second, 55, 12, 56, *third]
-    assert trajectory.logprobs[4:7].tolist() == pytest.approx([-5.366086, -4.744445, -3.929669], abs=1e-6)
+    assert trajectory.logprobs[4:7].tolist() == pytest.approx([-7.075023, -5.801091, -4.000360], abs=1e-6)
     assert trajectory.provenance[trajectory.token_ids == PAD].tolist() == [
         Provenance.CLOSE,
         Provenance.SAMPLED,
@@ -29,6 +29,11 @@ def test_golden_model_s_probabilities_sum_to_1(temperature: float) -> None:
     tokens = [Token("a", 0, 0, token_id, "7", temperature) for token_id in range(VOCAB_SIZE)]
     assert sum(exp(token.logprob()) for token in tokens) == pytest.approx(1)
     assert len({round(token.logprob(), 9) for token in tokens}) > VOCAB_SIZE / 2
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
+def test_some_logprobs_are_below_those_at_which_trainers_clamp(golden: Golden) -> None:
+    assert min(token.logprob() for session in golden.sessions for token in session.tokens()) < -10
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)

@@ -58,6 +58,7 @@ def right(golden: Golden, by: str = "token", pad: int = 0) -> list[Row]:
                     reward=session.reward,
                     truncated=session.turns[sampled_cells[-1].turn].finish == "length",
                     temperature=sampled_cells[0].temperature,
+                    position_ids=[max(n - pad, 0) for n in range(len(row["token_ids"]))],
                 )
             )
     return rows
@@ -85,10 +86,13 @@ FINDING_KINDS = {
     "logprobs shifted by one": {"logprobs shifted"},
     "logprobs of prompt positions": {"logprobs shifted"},
     "logprobs of another temperature": {"logprobs of another temperature"},
+    "logprobs left out": {"logprobs missing"},
+    "logprobs clamped": {"logprobs clamped"},
     "float16 logprobs": {"logprobs rounded"},
     "another temperature named": {"temperature differs"},
     "rewards broadcast twice": {"reward counted several times"},
     "samples reordered, rewards not": {"reward of another session"},
+    "positions shifted by one": {"positions differ"},
 }
 
 
@@ -357,7 +361,7 @@ def test_unnoticed_error_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_report_lists_unchecked_parts() -> None:
-    assert check_samples(of_samples).not_given == ("truncated", "weight_versions", "temperature")
+    assert check_samples(of_samples).not_given == ("truncated", "weight_versions", "temperature", "position_ids")
 
 
 def test_command_prints_a_table_and_sets_the_exit_code(

@@ -102,6 +102,7 @@ def verl_batch(samples: Samples) -> Iterator[Row]:
             after_prompt(prompt, tensors["rollout_log_probs"][n]),
             after_prompt(prompt, mask * advantage),
             rewards[n],
+            position_ids=tensors["position_ids"][n],
         )
 
 
@@ -290,6 +291,7 @@ def in_batch(make: Callable[[Samples], Batch]) -> Callable[[Samples], Iterator[R
                 truncated=bool(batch.truncated[n]),
                 weight_versions=np.array([*batch.versions, ""])[batch.weight_versions[at]],
                 temperature=only(batch.temperatures[at][batch.loss_mask[at]]),
+                position_ids=batch.position_ids[at],
             )
 
     return rows

@@ -78,6 +78,8 @@ NEEDS = {
         "logprobs shifted by one",
         "logprobs of prompt positions",
         "logprobs of another temperature",
+        "logprobs left out",
+        "logprobs clamped",
         "float16 logprobs",
     },
     ("advantages",): {"group's mean over samples"},
@@ -85,6 +87,7 @@ NEEDS = {
     ("truncated",): {"truncation hidden"},
     ("weight_versions",): {"one weight version for a row"},
     ("temperature",): {"another temperature named"},
+    ("position_ids",): {"positions shifted by one"},
 }
 """Errors that can't be planted if a trainer has none of these fields."""
 

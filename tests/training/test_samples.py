@@ -261,6 +261,13 @@ def test_advantages_need_a_reward_and_a_group() -> None:
         group_advantages(assemble(trajectories(forked()), group="task").samples)
 
 
+@pytest.mark.parametrize("reward", [1e300, float("nan")])
+def test_rewards_without_a_finite_deviation_are_refused(reward: float) -> None:
+    samples = assemble([rollout("a", reward), rollout("b", 0.0)], group=lambda _: "one").samples
+    with pytest.raises(InvalidRequest, match="group 'one' has a reward"):
+        group_advantages(samples)
+
+
 selects = st.lists(
     st.sampled_from([longest_branch, DropRetries("first"), DropRetries("last"), DropRetries("continued")]), max_size=2
 )

@@ -272,3 +272,9 @@ def test_rewards_are_normalized_with_each_rollout_counted_once() -> None:
     samples[1].reward = 0.25
     with pytest.raises(InvalidRequest, match=r"rollout 0 have rewards 1 and 0.25"):
         normalized_rewards(args, samples)
+
+
+def test_a_reward_that_is_not_finite_is_refused() -> None:
+    args = SimpleNamespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True)
+    with pytest.raises(InvalidRequest, match="the reward of rollout 7 is nan: set a finite number"):
+        normalized_rewards(args, [Sample(0, 7, 7, reward=float("nan"))])

@@ -25,7 +25,11 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 
 
 def write_trajectories(trajectories: Iterable[Trajectory], path: str | Path) -> int:
-    """Write trajectories with their columns and payloads to a file, and return their number."""
+    """Write trajectories with their columns and payloads to a file, and return their number.
+
+    For Parquet all of them are in memory, because a file's columns are fixed before its first row. JSON lines are
+    written one by one.
+    """
     return write_file(trajectories, path)
 
 

@@ -8,7 +8,6 @@ may drop thinking or space JSON differently, and the model may sample ids that t
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from tokentape.chat._call_syntax import common_prefix, common_suffix
 from tokentape.chat._reader import read_text
 from tokentape.chat._renderer import PromptTokens, Renderer
+from tokentape.chat._template import with_argument_objects
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import TemplateRefused, TokentapeError
 from tokentape.types import Message, Provenance, Setup, TokenIds
@@ -57,7 +57,7 @@ def check_bridge(
     `history` contains the recorded messages before `reply`; `completion_ids` are the sampled ids that `reply` was
     parsed from.
     """
-    history, reply = [*map(_with_argument_objects, history)], _with_argument_objects(reply)
+    history, reply = [*map(with_argument_objects, history)], with_argument_objects(reply)
     try:
         real = _RealRendering(renderer, setup, history, reply, new_messages)
         check = real.compare(completion_ids, added)
@@ -208,21 +208,6 @@ class _RealRendering:
         images = self._renderer.images
         control = None if images is None else self._renderer.tokenizer.control_by_id(images.placeholder_id)
         return text if control is None else re.sub(f"(?:{control.mark})+", control.mark, text)
-
-
-def _with_argument_objects(message: Message) -> Message:
-    """Return the message with its calls' arguments parsed from JSON text to objects, as in requests."""
-    calls = [dict(call) for call in message.get("tool_calls") or ()]
-    for call in calls:
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments)
-            except ValueError:
-                continue
-            if isinstance(parsed, dict):
-                call["function"] = {**call["function"], "arguments": parsed}
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _with_content(message: Message) -> Message:

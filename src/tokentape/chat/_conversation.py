@@ -15,7 +15,7 @@ from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.chat._reply import Reply
 from tokentape.chat._strategy import choose
-from tokentape.chat._template import check_objects
+from tokentape.chat._template import check_objects, with_argument_objects
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool
 
@@ -54,13 +54,14 @@ class Conversation:
     ) -> None:
         self.renderer = renderer
         self.setup = renderer.setup_of(tools, template_kwargs, date)
-        self.messages: list[Message] = list(messages)
-        """All messages, the parsed replies included."""
+        check_objects(messages, "messages")
+        self.messages: list[Message] = [*map(with_argument_objects, messages)]
+        """All messages, the parsed replies included. The arguments of calls are objects, as templates expect them."""
         self.sampled: dict[int, TokenIds] = dict(sampled or {})
         """The sampled ids of replies, by their index in `messages`."""
         self._certificate = load_or_certify(renderer, self.setup.template_kwargs)
         self._check_bridges = check_bridges
-        self._pieces = [renderer.render(messages, self.setup, sampled=self.sampled)]
+        self._pieces = [renderer.render(self.messages, self.setup, sampled=self.sampled)]
         self._completion: TokenIds | None = None
 
     def copy(self) -> Self:
@@ -98,7 +99,9 @@ class Conversation:
         """
         if self._completion is not None:
             raise InvalidRequest("the last message is a reply: call add_messages before the next add_completion")
-        completion = self.renderer.tokenizer.array(ids)
+        if isinstance(stop_strings, str):
+            raise InvalidRequest(f"stop_strings is {stop_strings!r}: expected a list of strings", "stop_strings")
+        completion = self.renderer.tokenizer.array(ids).copy()  # the caller may use its array again
         parser = self.renderer.parser(self.setup, stop_strings, self.token_ids)
         parser.feed(completion.tolist())
         _, reply = parser.finish()
@@ -109,7 +112,7 @@ class Conversation:
         ]
         reply = replace(reply, tool_calls=tuple(named))
         self.sampled[len(self.messages)] = completion
-        message = reply.message()
+        message = with_argument_objects(reply.message())
         # Many templates accept a reply without content only if it has calls.
         self.messages.append(message if "tool_calls" in message else {**message, "content": reply.content})
         self._completion = completion
@@ -121,11 +124,14 @@ class Conversation:
 
         Raises `TemplateRefused` if nothing can be appended: the template does not accept the messages, it rewrites what
         is before them, or a checked bridge differs from its rendering. Then the conversation stays as it was. Raises
-        `InvalidRequest` unless a completion is the last that was added.
+        `InvalidRequest` without messages, and unless a completion is the last that was added.
         """
         if self._completion is None:
             raise InvalidRequest("the last message is no reply: call add_completion first")
         check_objects(messages, "messages")
+        if not messages:
+            raise InvalidRequest("messages: found none, expected at least 1 new message", "messages")
+        messages = [*map(with_argument_objects, messages)]
         *history, reply = self.messages
         strategy = choose(self.renderer, self._certificate, reply, messages, self.setup, history)
         if strategy == "fork":

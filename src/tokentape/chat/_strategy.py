@@ -9,7 +9,7 @@ from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate, Strategy
 from tokentape.chat._media import IMAGE
 from tokentape.chat._renderer import Renderer
-from tokentape.chat._template import plain_message
+from tokentape.chat._template import plain_message, with_argument_objects
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Setup
 
@@ -70,6 +70,7 @@ def _try_out(
 
     A marker word in tools and earlier messages shows whether the suffix repeats any of them.
     """
+    reply = with_argument_objects(reply)
     try:
         suffix = renderer.suffix(reply, new_messages, setup, history)
     except TemplateRefused:

@@ -126,11 +126,14 @@ class ChatTemplate:
 
 
 def check_objects(values: Sequence[Any], param: str) -> None:
-    """Raise `InvalidRequest` unless `values` is a list of dictionaries."""
+    """Raise `InvalidRequest` unless `values` is a list of dictionaries. Messages need a role."""
     listed = isinstance(values, Sequence)
     wrong = [value for value in values if not isinstance(value, Mapping)] if listed else [values]
     if wrong:
         raise InvalidRequest(f"{param}: found {type(wrong[0]).__name__}, expected a list of dictionaries", param)
+    bare = next((value for value in values if param == "messages" and "role" not in value), None)
+    if bare is not None:
+        raise InvalidRequest(f"messages: found a message with the keys {[*bare]}, expected a `role`", param)
 
 
 def check_variables(kwargs: Mapping[str, Any], date: str) -> None:
@@ -208,6 +211,21 @@ def plain_message(message: Message) -> dict[str, Any]:
     if reasoning is not None:
         plain = {**dict.fromkeys(REASONING_FIELDS, reasoning), **plain, "reasoning_content": reasoning}
     return plain
+
+
+def with_argument_objects(message: Message) -> Message:
+    """Return the message with its calls' arguments parsed from JSON text to objects: templates would quote the text."""
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        function = call.get("function") or {}
+        if isinstance(function.get("arguments"), str):
+            try:
+                parsed = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(parsed, dict):
+                call["function"] = {**function, "arguments": parsed}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _parts(content: Sequence[Any]) -> list[dict[str, str]]:

@@ -40,7 +40,13 @@ def _moved(values: Any, by: int) -> Any:
 
 def _positions(match: Placed, change: Callable[[Any, float], Any]) -> dict[str, Any]:
     """Apply `change` to every per-token array. Its second argument is the value to use for an added token."""
-    values = {"token_ids": PAD, "weights": match.row.weights.max(), "logprobs": 0.0, "advantages": 1.0}
+    values = {
+        "token_ids": PAD,
+        "weights": match.row.weights.max(),
+        "logprobs": 0.0,
+        "advantages": 1.0,
+        "position_ids": 0,
+    }
     if isinstance(match.row.weight_versions, np.ndarray):
         values["weight_versions"] = match.row.weight_versions[0]
     return {name: change(getattr(match.row, name), new) for name, new in values.items() if _has_values(match.row, name)}
@@ -64,7 +70,9 @@ def _unless_padding(match: Placed) -> Any:
 
 
 def _of_prompt(match: Placed) -> Any:
-    return _moved(match.row.logprobs, match.start - min(match.trained))
+    moved = _moved(match.row.logprobs, match.start - min(match.trained))
+    # If all are 0, no logprobs are moved here: they are missing.
+    return moved if moved[[*match.trained]].any() else match.row.logprobs
 
 
 def _encoded_again(match: Placed) -> dict[str, Any]:
@@ -140,6 +148,8 @@ ERRORS = (
     Planted("logprobs shifted by one", "logprobs shifted", _set(logprobs=lambda match: _moved(match.row.logprobs, 1))),
     Planted("logprobs of prompt positions", "logprobs shifted", _set(logprobs=_of_prompt)),
     Planted("logprobs of another temperature", "logprobs of another temperature", _set(logprobs=_at_temperature)),
+    Planted("logprobs left out", "logprobs missing", _set(logprobs=lambda match: np.zeros_like(match.row.logprobs))),
+    Planted("logprobs clamped", "logprobs clamped", _set(logprobs=lambda match: np.maximum(match.row.logprobs, -10))),
     Planted("float16 logprobs", "logprobs rounded", _set(logprobs=lambda match: np.float16(match.row.logprobs))),
     Planted(
         "another temperature named",
@@ -152,5 +162,8 @@ ERRORS = (
         "missing reward read as 0", "reward invented", _each(lambda match: {} if match.scored else {"reward": 0.0})
     ),
     Planted("truncation hidden", "truncation hidden", _set(truncated=lambda match: False)),
+    Planted(
+        "positions shifted by one", "positions differ", _set(position_ids=lambda match: match.row.position_ids + 1)
+    ),
     Planted("one weight version for a row", "version of other weights", _set(weight_versions=_one_version)),
 )

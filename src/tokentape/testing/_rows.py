@@ -35,6 +35,8 @@ class Row:
     """The weight versions that sampled, as text or numbers: one per token, or a set for the row."""
     temperature: float | None = None
     """The temperature by which the trainer divides logits."""
+    position_ids: Any = None
+    """Position of each token: 0 for the first token that is not padding. Not read at padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def _plain(row: Row) -> Row:
         advantages=None if row.advantages is None else np.asarray(row.advantages, np.float64),
         reward=None if row.reward is None or np.isnan(row.reward) else float(row.reward),
         weight_versions=None if versions is None else set(names.tolist()) if of_row else names,
+        position_ids=None if row.position_ids is None else np.asarray(row.position_ids),
     )
 
 
@@ -213,15 +216,20 @@ def _logprobs(match: Placed) -> Iterator[RowFinding]:
         return lambda position: trained[position].logprob(value)
 
     temperatures = (n / 100 for n in range(5, 301))
+    least = min((logprobs[position] for position in trained), default=0.0)
     if fits(moved(0)) and match.row.logprobs.dtype != np.float16:
         return
     if all(abs(logprobs[position] - recorded[position]) <= 2**-8 * abs(recorded[position]) for position in trained):
         kind, text = "logprobs rounded", f"logprobs rounded to less than float32 precision ({match.row.logprobs.dtype})"
+    elif not any(logprobs[position] for position in trained):
+        kind, text = "logprobs missing", "logprob 0 for each trained token"
     elif (by := next((by for by in range(-len(logprobs), len(logprobs)) if fits(moved(by))), None)) is not None:
         kind, text = "logprobs shifted", f"logprobs shifted by {by:+} positions"
     elif (value := next((t for t in temperatures if fits(at_temperature(t), 1e-4)), None)) is not None:
         sampled_at = next(iter(trained.values())).temperature
         kind, text = "logprobs of another temperature", f"logprobs of {value:g}, but was sampled at {sampled_at:g}"
+    elif least < max(logprobs[n] for n in trained) and fits(lambda position: max(recorded[position], least)):
+        kind, text = "logprobs clamped", f"logprobs raised to at least {least:g}"
     else:
         kind, text = "logprobs differ", "logprobs other than those it was sampled with"
     yield RowFinding(kind, f"a row of session {match.session.name} has {text}")
@@ -245,6 +253,10 @@ def _labels(match: Placed) -> Iterator[RowFinding]:
         yield RowFinding("version of other weights", f"{where} was sampled by weight versions {sorted(of_trained)}")
     if row.temperature is not None and abs(row.temperature - last.temperature) > 1e-6:
         yield RowFinding("temperature differs", f"{where} has {row.temperature:g}, sampled at {last.temperature:g}")
+    if row.position_ids is not None:
+        positions = row.position_ids[match.start : match.end].tolist()
+        if positions != [*range(len(positions))]:
+            yield RowFinding("positions differ", f"{where} has {positions}, expected 0, 1, 2 and so on")
 
 
 def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:

@@ -2,7 +2,7 @@
 
 The expected values are computed from the turns by walking from each leaf to its root, without the code that makes
 samples. The sessions expose common errors: the token that ends a turn is also the padding id, prompts contain sampled
-ids, so that a mask can't be made from ids, and the logprobs need full float32 precision.
+ids, so that a mask can't be made from ids, and the logprobs need full float32 precision and go below -10.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Token:
 
 @cache
 def _logprob(token_id: int, place: int, temperature: float) -> float:
-    logits = [3 * sin(1.7 * n * n + place) / temperature for n in range(VOCAB_SIZE)]
+    logits = [6 * sin(1.7 * n * n + place) / temperature for n in range(VOCAB_SIZE)]
     return logits[token_id] - log(sum(map(exp, logits)))
 
 

@@ -350,6 +350,8 @@ def group_advantages(
     center: dict[str, tuple[float, float]] = {}
     for group, sessions in rewards.items():
         of_sessions = [np.mean(of_session) for of_session in sessions.values()]
+        if not all(abs(reward) < 1e150 for reward in of_sessions):  # NaN too
+            raise InvalidRequest(f"group {group!r} has a reward that is not finite or not below 1e150", "samples")
         center[group] = float(np.mean(of_sessions)), float(np.std(of_sessions)) + epsilon if scale else 1.0
     out = []
     for sample in samples:

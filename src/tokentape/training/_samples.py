@@ -425,7 +425,10 @@ in a line, is the version of the fields that only samples have: it changes if su
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> int:
-    """Write samples to a file, as JSON lines if its name ends with `.jsonl`, else as Parquet. Return their number."""
+    """Write samples to a file, as JSON lines if its name ends with `.jsonl`, else as Parquet. Return their number.
+
+    For Parquet all samples are in memory; JSON lines are written one by one.
+    """
     return write_file(each(samples, Sample), path, SAMPLES)
 
 

@@ -106,7 +106,7 @@ def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], 
     batch as one group. Samples with `remove_sample` get 0 and do not count in their group. In Miles' default, they
     count with a reward of 0.
 
-    Raises `InvalidRequest` if samples of one rollout have different rewards.
+    Raises `InvalidRequest` for rewards that are not finite, and if samples of one rollout have different rewards.
     """
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     centered = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -115,6 +115,8 @@ def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], 
     groups: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, raw, strict=True):
         if not sample.remove_sample:
+            if not np.isfinite(reward):
+                raise InvalidRequest(f"the reward of rollout {_rollout_of(sample)} is {reward}: set a finite number")
             counted = groups.setdefault(sample.group_index, {}).setdefault(_rollout_of(sample), reward)
             if counted != reward:
                 raise InvalidRequest(
