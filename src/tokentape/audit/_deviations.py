@@ -131,7 +131,7 @@ def scale_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> Fou
     if not broken:
         return None
     recorded, expected = (np.concatenate(values) for values in list(zip(*broken, strict=True))[:2])
-    telling = np.isfinite(expected) & (expected < -0.5)
+    telling = np.isfinite(expected) & (expected < -CERTAIN)
     if telling.sum() < _ENOUGH:
         return None
     factor = float(np.median(recorded[telling] / expected[telling]))

@@ -228,6 +228,10 @@ class Mismatch:
         grid = Grid(np.concatenate([turn.recorded for turn in group.sequences]))
         if (obvious := obvious_cause(group.sequences, grid, self._limits)) is not None:
             return obvious
+        # In float32 nothing else fits as exactly. In bfloat16 a temperature may look like a factor.
+        scale = scale_cause(group.sequences, grid, self._limits)
+        if scale is not None and not self._limits.share:
+            return scale
         deviations = Deviations(group.sequences, self._limits)
         if (joined := group.joined(0)) is not None:
             explaining = _Explaining(joined, group, grid, self._limits, self._vocab)
@@ -240,7 +244,7 @@ class Mismatch:
                 if rules[0].truncates or group.declared.truncates:
                     causes.append("truncation")
                 return tuple(causes), f"the recorded logprobs fit {_named(rules)}"
-        if (scale := scale_cause(group.sequences, grid, self._limits)) is not None:
+        if scale is not None:
             return scale
         if joined is not None and (deviations.lasting or not explaining.any_lower()):
             for tried in group.sampled:
