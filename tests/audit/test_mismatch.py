@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,10 @@ def compared(
     top: int = TOP,
     precision: str = "float32",
     sampling: dict[int, Any] | None = None,
+    excluded: Any = None,
 ) -> Mismatch:
     """What an engine that tells `top` alternatives finds."""
-    scorer, found = ForwardPass(model), Mismatch(precision, 4000)
+    scorer, found = ForwardPass(model, excluded=excluded), Mismatch(precision, 4000)
     for trajectory in trajectories:
         start = int(trajectory.completion_starts[0])
         alternatives = min(found.top_for(trajectory, sampling), top)
@@ -229,6 +231,21 @@ def test_logprobs_higher_than_a_truncation_makes_them_are_not_called_truncated(
     assert "truncation" not in cause(compared(wrong, model)).causes
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_excluded_ids_are_not_called_other_weights(plain: list[Trajectory], model: Any, temperature: float) -> None:
+    """The embedded engine never samples embedding rows without a token. Regression: it was `weights`."""
+    excluded = np.ones(4000, bool)
+    excluded[np.concatenate([trajectory.token_ids for trajectory in plain])] = False
+    mask = torch.from_numpy(excluded)
+
+    def without(ids: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=model(ids).logits.masked_fill(mask, -torch.inf))
+
+    right = recorded(plain, without, Rule(temperature), heated(temperature))
+    found = cause(compared(right, model, excluded=excluded))
+    assert (found.causes, "ids that are no tokens" in found.detail) == (("truncation",), True)
+
+
 def test_a_recorded_logprob_that_is_no_number_is_counted_as_not_compared(plain: list[Trajectory], model: Any) -> None:
     wrong = recorded(plain[:1], model, RAW, OWN)
     wrong[0].logprobs[-1] = -np.inf
@@ -239,6 +256,10 @@ WRONG: dict[str, Any] = {
     "float16": (("rounding",), lambda values: values.astype(np.float16)),
     "next": (("shift",), lambda values: np.append(values[1:], 0)),
     "previous": (("shift",), lambda values: np.append(0, values[:-1])),
+    "cut": (("rounding",), lambda values: np.trunc(values * 100) / 100),
+    "base 10": (("scale",), lambda values: values / np.log(10)),
+    "sign": (("scale",), lambda values: -values),
+    "probabilities": (("scale",), np.exp),
     "last": (("isolated tokens",), lambda values: np.append(values[:-1], values[-1] - 1)),
 }
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ KEY = "k" * 16
 
 
 def test_suitable_machine_is_exit_code_0(run: Run, model_dir: Path, tmp_path: Path) -> None:
-    done = run("doctor", model_dir, "--threads", 1, "--data", tmp_path / "data", "--json")
+    done = run("doctor", model_dir, "--threads", 1, "--port", 0, "--data", tmp_path / "data", "--json")
     report = json.loads(done.stdout)
     assert (done.exit_code, report["ok"]) == (0, True)
     names = [finding["name"] for finding in report["findings"]]
@@ -123,6 +124,12 @@ def test_public_address_without_keys_fails_and_open_key_files_warn(tmp_path: Pat
     assert [finding.status for finding in findings] == ["ok", "warn"]
     path.chmod(0o600)
     assert [finding.status for finding in access(ServeConfig(host="0.0.0.0", keys_file=path))] == ["ok"]
+
+
+def test_a_taken_port_is_a_warning() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = {check.name: check for check in access(ServeConfig(port=taken.getsockname()[1]))}
+    assert (found["port"].status, "is taken" in found["port"].found) == ("warn", True)
 
 
 def test_uncertified_features_are_named(renderer: Renderer) -> None:

@@ -26,7 +26,7 @@ _SHIFTED = 0.9
 """The share of tokens that a shift must explain."""
 
 Cause: TypeAlias = Literal[
-    "ids", "temperature", "truncation", "weights", "kernels", "shift", "rounding", "isolated tokens", "zeros"
+    "ids", "temperature", "truncation", "weights", "kernels", "shift", "rounding", "isolated tokens", "zeros", "scale"
 ]
 Found: TypeAlias = tuple[tuple[Cause, ...], str]
 """The causes and the reason."""
@@ -111,14 +111,40 @@ def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> F
     if not any(turn.recorded.any() for turn in turns) and sum(len(turn.recorded) for turn in turns) >= _ENOUGH:
         why = "as if the engine returned none, or sampled only the likeliest token at each position"
         return ("zeros", "truncation"), f"all recorded logprobs are 0, {why}"
-    distances = np.concatenate([apart_by(turn.recorded, turn.expected, grid.slack(turn.recorded)) for turn in turns])
-    if grid.name and (distances > limits.delta).mean() <= limits.share and distances.mean() <= limits.mean:
-        return ("rounding",), f"the recorded logprobs are rounded to {grid.name}, which explains the differences"
+    # Values that were cut instead of rounded are off by up to twice the slack, to one side.
+    for how, side in (("rounded", 0), ("cut", -1), ("cut", 1)) if grid.name else ():
+        slacks = [grid.slack(turn.recorded) for turn in turns]
+        pairs = zip(turns, slacks, strict=True)
+        distances = np.concatenate([apart_by(turn.recorded + side * s, turn.expected, s) for turn, s in pairs])
+        if (distances > limits.delta).mean() <= limits.share and distances.mean() <= limits.mean:
+            return ("rounding",), f"the recorded logprobs are {how} to {grid.name}, which explains the differences"
     broken = [turn for turn in turns if (turn.distance() > limits.delta).mean() > limits.share]
     for by, neighbor in ((1, "next"), (-1, "previous")):
         if _shifted(broken, by, grid, limits):
             return ("shift",), f"the recorded logprobs are shifted by one: each is that of the {neighbor} token"
     return None
+
+
+def scale_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> Found | None:
+    """Return the cause if the recorded numbers are probabilities, or logprobs times a constant, as in another base."""
+    broken = [turn for turn in turns if (turn.distance() > limits.delta).mean() > limits.share]
+    if not broken:
+        return None
+    recorded, expected = (np.concatenate(values) for values in list(zip(*broken, strict=True))[:2])
+    telling = np.isfinite(expected) & (expected < -CERTAIN)
+    if telling.sum() < _ENOUGH:
+        return None
+    factor = float(np.median(recorded[telling] / expected[telling]))
+    named = next((name for name, value in _FACTORS.items() if abs(factor - value) < 1e-3), "")
+    what = f"the logprobs times {factor:.4g}{named and f', as with {named}'}"
+    for words, values in ((what, factor * expected), ("probabilities, not logprobs", np.exp(expected))):
+        distance = apart_by(recorded, values, grid.slack(recorded))
+        if (distance > limits.delta).mean() <= limits.share and distance.mean() <= limits.mean:
+            return ("scale",), f"the recorded numbers are {words}"
+    return None
+
+
+_FACTORS = {"base 10": 1 / np.log(10), "base 2": 1 / np.log(2), "another sign": -1.0}
 
 
 def _shifted(turns: Sequence[Compared], by: int, grid: Grid, limits: Precision) -> bool:

@@ -25,16 +25,17 @@ from tokentape.audit._deviations import (
     Precision,
     apart_by,
     obvious_cause,
+    scale_cause,
 )
 from tokentape.audit._rescaling import RAW, Rule, Values, recorded_rules, under
 from tokentape.audit._statistics import Numbers, NumbersTally
-from tokentape.engines._scoring import Scores
+from tokentape.engines._scoring import AMONG_TOKENS, Scores
 from tokentape.types import Logprobs, Trajectory
 
 TOP = 4096
 """The number of alternatives per position to request; servers return fewer."""
 
-LOOK_TOP = 512
+LOOK_TOP = AMONG_TOKENS
 """The number of alternatives when a sequence is scored again. Fewer than `TOP`, because hundreds of rules are tried."""
 
 _LOOKED_AT = 4
@@ -78,8 +79,8 @@ class Doubt:
     start: int
     end: int
     positions: npt.NDArray[np.int64]
-    scored: list[_Tokens]
-    """Where to add the tokens after scoring."""
+    scored: list[tuple[_Tokens, _Tokens | None]]
+    """Where to add the tokens after scoring, also by `Scores.among_tokens`."""
     apart: int
     """The number of its tokens with a larger difference than rounding explains."""
 
@@ -103,17 +104,18 @@ class _Group:
     apart: int = 0
     total: float = 0.0
     doubts: list[Doubt] = field(default_factory=list)
-    scored: list[_Tokens] = field(default_factory=list)
+    scored: list[tuple[_Tokens, _Tokens | None]] = field(default_factory=list)
 
     def too_far(self, limits: Precision) -> bool:
         many = max(self.tokens, 1)
         return self.apart / many > limits.share or self.total / many > limits.mean
 
-    def joined(self) -> _Tokens | None:
-        if not self.scored:
+    def joined(self, which: int) -> _Tokens | None:
+        scored = [tokens for pair in self.scored if (tokens := pair[which]) is not None]
+        if not scored:
             return None
-        width = min(tokens.top.shape[1] for tokens in self.scored)
-        parts = [tokens._replace(top=tokens.top[:, :width]) for tokens in self.scored]
+        width = min(tokens.top.shape[1] for tokens in scored)
+        parts = [tokens._replace(top=tokens.top[:, :width]) for tokens in scored]
         return _Tokens(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -208,7 +210,11 @@ class Mismatch:
         """Add the scores of a doubt, with alternatives. They begin at `doubt.start`."""
         offsets = doubt.positions - doubt.start
         recorded = doubt.trajectory.logprobs[doubt.positions].astype(np.float64)
-        doubt.scored.append(_Tokens(recorded, scores.logprobs[offsets].astype(np.float64), scores.top[offsets]))
+
+        def tokens(scored: Scores) -> _Tokens:
+            return _Tokens(recorded, scored.logprobs[offsets].astype(np.float64), scored.top[offsets])
+
+        doubt.scored.append((tokens(scores), tokens(scores.among_tokens) if scores.among_tokens else None))
 
     def causes(self) -> tuple[Attribution, ...]:
         attributions = []
@@ -222,9 +228,15 @@ class Mismatch:
         grid = Grid(np.concatenate([turn.recorded for turn in group.sequences]))
         if (obvious := obvious_cause(group.sequences, grid, self._limits)) is not None:
             return obvious
+        # In float32 nothing else fits as exactly. In bfloat16 a temperature may look like a factor.
+        scale = scale_cause(group.sequences, grid, self._limits)
+        if scale is not None and not self._limits.share:
+            return scale
         deviations = Deviations(group.sequences, self._limits)
-        if (joined := group.joined()) is not None:
+        if (joined := group.joined(0)) is not None:
             explaining = _Explaining(joined, group, grid, self._limits, self._vocab)
+            if (among := group.joined(1)) is not None and explaining.fits(among):
+                return ("truncation",), "the sampler excluded ids that are no tokens, and renormalized"
             if rules := explaining.rules():
                 causes: list[Cause] = []
                 if abs(rules[0].temperature - group.declared.temperature) > 1e-6:
@@ -232,14 +244,16 @@ class Mismatch:
                 if rules[0].truncates or group.declared.truncates:
                     causes.append("truncation")
                 return tuple(causes), f"the recorded logprobs fit {_named(rules)}"
-            if deviations.lasting or not explaining.any_lower():
-                for tried in group.sampled:
-                    error = under(joined.own, joined.top, tried, self._vocab)[1]
-                    # Every rule gives nearly the same logprob to a token that is nearly certain.
-                    if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
-                        few = f"this engine returns too few alternatives to try {tried}"
-                        detail = f"{few}; use transformers to tell the causes apart"
-                        return ("temperature", "truncation", "weights"), detail
+        if scale is not None:
+            return scale
+        if joined is not None and (deviations.lasting or not explaining.any_lower()):
+            for tried in group.sampled:
+                error = under(joined.own, joined.top, tried, self._vocab)[1]
+                # Every rule gives nearly the same logprob to a token that is nearly certain.
+                if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
+                    few = f"this engine returns too few alternatives to try {tried}"
+                    detail = f"{few}; use transformers to tell the causes apart"
+                    return ("temperature", "truncation", "weights"), detail
         if not deviations.lasting:
             return deviations.passing_cause()
         others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
@@ -293,8 +307,13 @@ class _Explaining:
         certain = (tokens.own > -CERTAIN) & (tokens.recorded > -CERTAIN)
         self._telling = ~certain & ((self._before > limits.delta) | ~(error <= limits.delta))
 
-    def _under(self, rule: Rule) -> tuple[Values, Values]:
-        return under(self._tokens.own, self._tokens.top, rule, self._vocab)
+    def _under(self, rule: Rule, tokens: _Tokens | None = None) -> tuple[Values, Values]:
+        tokens = tokens or self._tokens
+        return under(tokens.own, tokens.top, rule, self._vocab)
+
+    def fits(self, other: _Tokens) -> bool:
+        """Return whether other scores of the same ids explain the recorded logprobs under the declared rule."""
+        return bool(self._telling.sum() >= 8 and self._explained(self._group.declared, other)[0] >= _EXPLAINED)
 
     def rules(self) -> tuple[Rule, ...]:
         """Return the simplest rules that explain the recorded logprobs equally well; empty without any.
@@ -342,12 +361,12 @@ class _Explaining:
         within = (above >= -self._limits.delta) & (above <= most + self._limits.delta)
         return bool(within.mean() >= 1 - self._limits.share - 0.02)
 
-    def _explained(self, rule: Rule) -> tuple[float, float]:
+    def _explained(self, rule: Rule, tokens: _Tokens | None = None) -> tuple[float, float]:
         """Return the share of differing tokens that a rule explains, or of others that still agree, if smaller.
 
         Also return the mean distance that is left.
         """
-        value, error = self._under(rule)
+        value, error = self._under(rule, tokens)
         reliable = np.isfinite(error) & (error < 0.3)
         distance = apart_by(self._tokens.recorded, value, self._slack)
         fits = distance <= self._limits.delta + error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,6 +45,8 @@ SAMPLED = (
 )  # fmt: skip
 """Keys of generation_config.json that change where turns end, or which ids are sampled."""
 
+_TOKEN_ID = re.compile("_token_(id|ids|index)$")
+
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Values by file and key."""
 
@@ -55,19 +58,31 @@ def changed_entries(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[
 
 
 def model_configuration(folder: Path) -> dict[str, Any] | None:
-    """Return ids, stop strings and rows in `CONFIG_FILES` and `text_config`, by file and key; None without files."""
+    """Return ids, stop strings and rows in `CONFIG_FILES`, by file and key; None without files.
+
+    A nested key has its path, such as `vision_config.image_token_id`, but `text_config` only if it contradicts the top
+    level: some versions of transformers write its keys there, and some at the top.
+    """
     present = [name for name in CONFIG_FILES if (folder / name).is_file()]
     configuration: dict[str, Any] = {}
     for name in present:
-        whole = read_json(folder / name)
-        nested = whole.get("text_config")
-        for part in (whole, nested if isinstance(nested, Mapping) else {}):
-            for key, value in part.items():
-                if value is not None and (key.endswith("_token_id") or (key in SAMPLED and name != CONFIG_FILES[0])):
-                    configuration.setdefault(f"{name} {key}", _ids(value))
-                elif value is not None and f"{name} {key}" == ROWS:
-                    configuration.setdefault(ROWS, value)
+        for path, key, value in sorted(_keys(read_json(folder / name)), key=lambda entry: entry[0]):
+            top, text = f"{name} {key}", path in ("", "text_config.")
+            if _TOKEN_ID.search(key) or (key in SAMPLED and name != MODEL_CONFIG and text):
+                ids = _ids(value)
+                configuration[top if text and configuration.get(top, ids) == ids else f"{name} {path}{key}"] = ids
+            elif top == ROWS and text:
+                configuration.setdefault(ROWS, value)
     return configuration if present else None
+
+
+def _keys(part: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (path, key, value) of each key that is set, at any depth."""
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{path}{key}.")
+        elif value is not None:
+            yield path, key, value
 
 
 def max_length(folder: Path) -> int | float | None:

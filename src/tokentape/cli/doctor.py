@@ -40,6 +40,7 @@ from tokentape.engines._identity import offered_routes
 from tokentape.engines._scoring import server_scores
 from tokentape.engines._vllm import WITHOUT_GENERATE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
+from tokentape.gateway._serve import bind
 from tokentape.store import SqliteStore
 from tokentape.store._lock import LOCK_NAME, DirectoryLock
 from tokentape.store._postgres import Durability, try_opening, without_password
@@ -223,6 +224,12 @@ def access(config: ServeConfig) -> Iterator[CheckResult]:
     else:
         reach = "this machine only" if address.is_loopback else "others can reach it"
         yield CheckResult("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
+        try:
+            bind(config.host, config.port, bool(keys)).close()
+        except InvalidRequest as error:
+            yield CheckResult("port", "warn", str(error), "If it is the gateway of this record, nothing is wrong.")
+        except OSError as error:
+            yield CheckResult("host", "fail", f"can't listen on {config.host}: {error}", "Use 127.0.0.1 or 0.0.0.0.")
     for path in (config.keys_file, config.admin_keys_file):
         if path is not None and stat.S_IMODE(path.stat().st_mode) & 0o077:
             yield CheckResult("keys", "warn", f"{path} can be read by other users", f"Run: chmod 600 {path}")

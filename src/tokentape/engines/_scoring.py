@@ -24,6 +24,8 @@ from tokentape.types import Logprobs, TokenIds
 SERVER_TOP = 20
 """Maximum number of alternatives to request from servers: vLLM's default `--max-logprobs`."""
 
+AMONG_TOKENS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -33,6 +35,9 @@ class Scores:
     """Shape [tokens]."""
     top: npt.NDArray[np.float32]
     """The largest log-probabilities at each position, best first. Shape [tokens, at most the requested number]."""
+    among_tokens: Scores | None = None
+    """The same if ids that are no tokens have no probability, as the embedded engine samples, with at most
+    `AMONG_TOKENS` alternatives. None if there are no such ids, or if they are not known."""
 
 
 class Scorer(Protocol):

@@ -264,13 +264,16 @@ class TransformersEngine:
         Also raises `InvalidRequest` for placeholder ids of images, and `EngineUnavailable` if the engine is closed.
         """
         from tokentape.engines._forward import ForwardPass
+        from tokentape.engines._loading import known_ids
 
         refuse_unscorable(ids, start, self.info)
         if self._media_ids and np.isin(ids, sorted(self._media_ids)).any():
             raise InvalidRequest("ids contain image placeholders, which can't be scored; score text only", "ids")
         await self.check()
         if self._forward is None or self._forward.model is not self._model:
-            self._forward = ForwardPass(self._model)
+            excluded = ~known_ids(self._tokenizer, self._model)
+            excluded[sorted(self._media_ids)] = True
+            self._forward = ForwardPass(self._model, excluded=excluded)
         return await asyncio.to_thread(self._forward.score, ids, start, top)
 
     def _processed(self, prompt_ids: TokenIds, media: Images) -> dict[str, torch.Tensor]:

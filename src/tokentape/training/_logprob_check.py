@@ -194,10 +194,13 @@ class ModelForward:
 
     def __init__(self, model: Any, folder: Path, chunk: int) -> None:
         from tokentape.engines._forward import ForwardPass
+        from tokentape.engines._loading import known_ids, load_tokenizer
 
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._folder = folder
-        self._pass = ForwardPass(model, chunk=chunk)
+        has_tokens = (folder / "tokenizer.json").is_file()
+        excluded = ~known_ids(load_tokenizer(folder), model) if has_tokens else None
+        self._pass = ForwardPass(model, chunk=chunk, excluded=excluded)
 
     def __call__(self, ids: TokenIds) -> Logprobs:
         """Return the logprob of each id given the ids before it, NaN for the first id. Shape [tokens]."""

@@ -46,6 +46,15 @@ def test_different_ids_of_the_same_files_are_blamed_on_the_library() -> None:
     assert kinds["library"].example in tuple("0123456789")
 
 
+def test_a_token_that_is_listed_twice_has_the_flags_that_tokenizers_loads() -> None:
+    spec = base(TINY).spec
+    tokens = [{**token, "rstrip": token["content"] == "<tool_call>"} for token in spec["added_tokens"]]
+    (own,) = (token for token in spec["added_tokens"] if token["content"] == "<tool_call>")
+    twice = {**spec, "added_tokens": [*tokens, {**own, "id": own["id"] + 100, "lstrip": True}]}
+    cause = found(base(TINY).side(spec=twice))["added token"].cause
+    assert cause == "the flags of the added token '<tool_call>' differ: lstrip=False against True"
+
+
 def test_tokens_with_each_others_ids_are_another_vocabulary() -> None:
     vocab = dict(base(TINY).spec["model"]["vocab"])
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
@@ -152,6 +161,41 @@ def test_end_tokens_that_one_of_two_files_repeats_are_no_skew(
         sides.append(open_json(name, folder, BackendOptions()))
     found = configuration_findings(sides[0].facts, sides[1].facts)
     assert {finding.kind for finding in found} == (set() if same else {"stop ids"})
+
+
+@pytest.mark.parametrize("part", ["vision_config", "text_config", "thinker_config.text_config"])
+@pytest.mark.parametrize("key", ["image_token_index", "pad_token_id"])
+def test_ids_in_nested_configurations_are_compared(tmp_path: Path, part: str, key: str) -> None:
+    sides = []
+    for number in (7, 8):
+        config: dict[str, Any] = {key: number}
+        for name in reversed(part.split(".")):
+            config = {name: config}
+        folder = shutil.copytree(MODEL, tmp_path / str(number))
+        (folder / "config.json").write_text(json.dumps(config))
+        sides.append(open_json(str(number), folder, BackendOptions()))
+    (finding,) = configuration_findings(sides[0].facts, sides[1].facts)
+    assert finding.cause.endswith(f"{key} is 7 in A and 8 in B")
+
+
+def test_an_end_token_that_only_a_nested_configuration_contradicts_is_found(tmp_path: Path) -> None:
+    sides = []
+    for nested in ({"eos_token_id": 3}, {}):
+        folder = shutil.copytree(MODEL, tmp_path / str(len(nested)))
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": 5, "text_config": nested}))
+        (folder / "generation_config.json").unlink()
+        sides.append(open_json("side", folder, BackendOptions()))
+    (finding,) = configuration_findings(sides[0].facts, sides[1].facts)
+    assert finding.cause.startswith("config.json text_config.eos_token_id is 3 in A and not set in B")
+
+
+def test_keys_that_transformers_moves_into_text_config_are_the_same(tmp_path: Path) -> None:
+    sides = []
+    for name, config in (("a", {"eos_token_id": 5}), ("b", {"text_config": {"eos_token_id": 5}})):
+        folder = shutil.copytree(MODEL, tmp_path / name)
+        (folder / "config.json").write_text(json.dumps(config))
+        sides.append(open_json(name, folder, BackendOptions()))
+    assert not configuration_findings(sides[0].facts, sides[1].facts)
 
 
 @pytest.mark.parametrize("name", ["truncation", "padding"])

@@ -107,6 +107,17 @@ def test_token_that_a_server_finds_in_normalized_text_is_found() -> None:
         assert audit(healthy(TINY), f"vllm:{url}").skewed
 
 
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_a_flag_of_one_token_of_a_server_is_named(flag: str) -> None:
+    """Regression: it was "lstrip=True on its added tokens", and the renderings were unknown."""
+    spec = base(TINY).spec
+    tokens = [{**token, flag: token[flag] or token["content"] == "<tool_call>"} for token in spec["added_tokens"]]
+    with serving("vllm", base(TINY).side(spec={**spec, "added_tokens": tokens})) as url:
+        report = audit(healthy(TINY), f"vllm:{url}")
+    causes = {finding.cause for finding in report.findings if finding.severity == "skew"}
+    assert causes == {f"B behaves as A would with {flag}=True on '<tool_call>'"}
+
+
 def test_part_that_changes_agreeing_texts_is_not_named() -> None:
     spec = {**base(TINY).spec, "normalizer": {"type": "Nmt"}}
     with serving("vllm", base(TINY).side(spec=spec)) as url:

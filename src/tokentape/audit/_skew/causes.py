@@ -170,7 +170,12 @@ class TextCauses:
     def _tried(self) -> list[tuple[str, list[int], list[int]]]:
         """Some battery texts with the ids of A and B."""
         texts = [text for group in battery.texts().values() for text in group[:4]]
-        texts += [*self._a.facts.added, *self._b.facts.added]
+        # The flags of each added token: a cause that changes all tokens must not be named for one.
+        texts += [
+            text
+            for token in {**self._a.facts.added, **self._b.facts.added}
+            for text in (token, f" {token}a {token} ", f"{token}\u0338")
+        ]
         return list(zip(texts, self._a.encode(texts), self._b.encode(texts), strict=True))
 
     @cached_property
@@ -391,8 +396,13 @@ def _added_variants(added: list[Any], text: str) -> dict[str, list[Any]]:
     changes = {f"{content!r} read as text": [t for t in added if t["content"] != content] for content in spelled}
     changes["its added tokens read as text"] = []
     changes["only those of its added tokens that are special"] = [token for token in added if token["special"]]
-    for flag in ("lstrip", "rstrip", "normalized", "single_word"):
+    for flag in ("lstrip", "rstrip", "single_word", "normalized"):
         for value in (True, False):
             changes[f"{flag}={value} on its added tokens"] = [{**token, flag: value} for token in added]
     changes["lstrip=True and rstrip=True on its added tokens"] = [{**t, "lstrip": True, "rstrip": True} for t in added]
+    for token in (token for token in added if token["content"] in spelled):
+        for flags in (("lstrip",), ("rstrip",), ("lstrip", "rstrip"), ("single_word",), ("normalized",)):
+            other = {flag: not token.get(flag) for flag in flags}
+            what = " and ".join(f"{flag}={value}" for flag, value in other.items())
+            changes[f"{what} on {token['content']!r}"] = [{**t, **other} if t is token else t for t in added]
     return changes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -25,7 +26,7 @@ _SURPLUS_FIX = "Never sample them: mask their logits, and check sampled ids."
 _ABILITY: Mapping[str, Ability] = {"post_processor": "special"}
 _SIDES = "AB"
 _FILE = "tokenizer.json"
-_END = " eos_token_id"
+_END = re.compile(r"[ .]eos_token_id$")
 
 
 def file_findings(
@@ -209,9 +210,10 @@ def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     for key, (a_value, b_value) in changed_entries(a.configuration, b.configuration).items():
         if key == ROWS:
             continue
-        if key.endswith(_END) and None in (a_value, b_value) and _end_ids(a) == _end_ids(b):
+        ends = bool(_END.search(key))
+        if ends and None in (a_value, b_value) and _end_ids(a) == _end_ids(b):
             continue
-        ends = key.endswith((_END, " stop_strings"))
+        ends |= key.endswith(" stop_strings")
         are_ids = all(map(_is_number, (*(a_value or ()), *(b_value or ()))))
         if ends or key.endswith(SAMPLED) or " forced_" in key or None not in (a_value, b_value) or not are_ids:
             cause = f"{key} is {_listed(a_value)} in A and {_listed(b_value)} in B" + (
@@ -222,9 +224,11 @@ def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
 
 def _end_ids(side: BackendFacts) -> tuple[Any, set[str]]:
     """Return the ids at which transformers ends turns, and those of all files, at which some servers end them."""
-    listed = [(side.configuration or {}).get(name + _END) for name in CONFIG_FILES]
+    configuration = side.configuration or {}
+    used = [configuration.get(f"{name} eos_token_id") for name in CONFIG_FILES]
+    listed = [ids for key, ids in configuration.items() if _END.search(key)]
     # transformers reads config.json only if there is no generation_config.json.
-    return listed[CONFIG_FILES[1] in side.files], {str(number) for ids in listed for number in ids or ()}
+    return used[CONFIG_FILES[1] in side.files], {str(number) for ids in listed for number in ids}
 
 
 def _listed(value: Any) -> str:

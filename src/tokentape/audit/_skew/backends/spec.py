@@ -82,9 +82,7 @@ class SpecBackend(TemplateBackend):
         abilities: set[backends.Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if self._marked is not None else {"render"}
-        added = added_of(spec)
-        ids = {*self._tokenizer.get_vocab().values(), *(token.id for token in added.values())}
-        vocab_size = 1 + max(ids, default=-1)
+        vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         self.facts = backends.BackendFacts(
             name=name,
             kind=kind,
@@ -92,7 +90,7 @@ class SpecBackend(TemplateBackend):
             versions={"tokenizers": version("tokenizers")},
             files=files or {},
             spec=spec,
-            added=added,
+            added=_added(self._tokenizer.get_added_tokens_decoder()),
             vocab_size=vocab_size,
             template=template.source if template else None,
             tool_template=template.tool_use_source if template else None,
@@ -207,12 +205,6 @@ class AutoBackend(backends.Backend):
         if template is not None:
             abilities |= {"render", "mask"} if has_blocks(template) and spec is not None else {"render"}
         special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        if spec is not None:
-            added = added_of(spec)
-        else:
-            decoder = tokenizer.added_tokens_decoder.items()
-            listed = [{"id": number, **{flag: getattr(token, flag) for flag in _FLAGS}} for number, token in decoder]
-            added = added_of({"added_tokens": listed})
         self.facts = backends.BackendFacts(
             name=name,
             kind=f"AutoTokenizer {type(tokenizer).__name__}",
@@ -220,7 +212,7 @@ class AutoBackend(backends.Backend):
             versions={"transformers": version("transformers"), "tokenizers": version("tokenizers")},
             files=hashes(Path(path)),
             spec=spec,
-            added=added,
+            added=_added(tokenizer.added_tokens_decoder),
             vocab_size=len(tokenizer),
             template=template,
             tool_template=variants.get("tool_use"),
@@ -306,11 +298,11 @@ def load_spec(spec: Mapping[str, Any], source: str | None = None) -> tokenizers.
     return tokenizer
 
 
-def added_of(spec: Mapping[str, Any]) -> dict[str, backends.BackendToken]:
-    names = backends.BackendToken.__dataclass_fields__
+def _added(decoder: Mapping[int, Any]) -> dict[str, backends.BackendToken]:
+    """Return loaded tokens by content. A file may list a token twice, or with an id that `tokenizers` ignores."""
     return {
-        token["content"]: backends.BackendToken(**{key: value for key, value in token.items() if key in names})
-        for token in spec.get("added_tokens") or ()
+        token.content: backends.BackendToken(number, **{flag: getattr(token, flag) for flag in _FLAGS})
+        for number, token in sorted(decoder.items())
     }
 
 
