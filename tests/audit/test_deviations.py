@@ -37,13 +37,24 @@ class Turn:
 Fault = Callable[[np.ndarray], np.ndarray]
 
 
-def turns(seed: int, rule: Rule = RAW, count: int = 12, length: int = 30) -> list[Turn]:
-    """Sample turns of a model that is nearly certain at a third of the positions."""
+def turns(
+    seed: int,
+    rule: Rule = RAW,
+    count: int = 12,
+    length: int = 30,
+    size: float = 2.5,
+    certain: float = 0.35,
+    lead: float = 20.0,
+) -> list[Turn]:
+    """Sample turns of a model that is nearly certain at a third of the positions, or at the share `certain`.
+
+    There, `lead` is added to one logit.
+    """
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
-        logits = random.normal(0, 2.5, (length, VOCABULARY))
-        logits[random.random(length) < 0.35, 0] += 20
+        logits = random.normal(0, size, (length, VOCABULARY))
+        logits[random.random(length) < certain, 0] += lead
         rows = normalized(logits)
         sampled = [random.choice(VOCABULARY, p=np.exp(row)) for row in distribution(rows, rule)]
         made.append(Turn(rows, np.array(sampled)))
@@ -67,13 +78,14 @@ def causes(
     *,
     precision: str = "float32",
     top: int = VOCABULARY,
+    look: int = VOCABULARY,
     of: TokenDistribution = OWN,
 ) -> tuple[Attribution, ...]:
     """Compare recorded logprobs with scores of the turns, which a float32 engine computes."""
     noise = np.random.default_rng(9)
     found = Mismatch(precision, VOCABULARY)
 
-    def scores(turn: Turn) -> Scores:
+    def scores(turn: Turn, top: int = top) -> Scores:
         own = turn.logprobs() + noise.normal(0, 1e-6, len(turn.sampled))
         return Scores(own.astype(np.float32), -np.sort(-turn.rows, axis=1)[:, :top].astype(np.float32))
 
@@ -84,7 +96,7 @@ def causes(
         found.add(trajectory, trajectory.loss_mask, PROMPT, scores(turn))
     for doubt in list(found.doubts()):
         assert doubt.start == PROMPT
-        found.look(doubt, scores(by_session[doubt.trajectory.session_id]))
+        found.look(doubt, scores(by_session[doubt.trajectory.session_id], min(top, look)))
     return found.causes()
 
 
@@ -284,7 +296,8 @@ def test_changed_ids_are_found(seed: int, size: float, top: int) -> None:
     right = [turn.logprobs() for turn in made]
     before = [other(turn, size, 0, n) for n, turn in enumerate(made)]
     # Or a part of the turns has other weights, whatever the record names.
-    assert only(causes(made, before[:2] + right[2:], top=top)).causes == ("ids", "weights")
+    found = only(causes(made, before[:2] + right[2:], top=top)).causes
+    assert found == (("ids", "weights") if top else ("temperature", "truncation", "ids", "weights"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -292,7 +305,9 @@ def test_changed_ids_are_found(seed: int, size: float, top: int) -> None:
 def test_other_weights_are_found(seed: int, top: int) -> None:
     made = turns(seed)
     recorded = [other(turn, 0.5, 0, n) for n, turn in enumerate(made)]
-    assert only(causes(made, recorded, top=top)).causes == ("weights",)
+    found = only(causes(made, recorded, top=top)).causes
+    # Without alternatives, nothing excludes another temperature.
+    assert found == (("weights",) if top else ("temperature", "truncation", "weights"))
 
 
 def test_turns_of_one_telling_token_leave_several_causes() -> None:
@@ -315,3 +330,53 @@ def test_range_of_equally_fitting_truncations_has_the_right_one(seed: int, top_p
     (named,) = (part for part in found.detail.replace(" or ", ", ").split(", ") if part.startswith("top_p"))
     ends = [float(word) for word in named.split()[1::2]]
     assert ends[0] <= top_p <= ends[-1]
+
+
+WARM = Rule(0.7)
+AT_WARM = replace(OWN, temperature=0.7)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_truncation_that_few_alternatives_do_not_exclude_is_a_possible_cause(seed: int) -> None:
+    """Regression: it was `weights`."""
+    rule = Rule(0.7, top_p=0.9)
+    flat = turns(seed, rule, size=1.0, certain=0)
+    found = only(causes(flat, [turn.logprobs(rule) for turn in flat], look=20, of=AT_WARM))
+    assert found.causes == ("temperature", "truncation", "weights")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_truncation_of_nearly_certain_logprobs_is_not_called_a_temperature(seed: int) -> None:
+    """Regression with seed 2: some temperature fitted nearly as well."""
+    rule = Rule(0.7, top_k=20)
+    made = turns(seed, rule, size=0.3, certain=0.98, lead=6)
+    found = only(causes(made, [turn.logprobs(rule) for turn in made], of=AT_WARM))
+    assert "truncation" in found.causes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nearly_certain_logprobs_that_were_cut_to_a_decimal(seed: int) -> None:
+    """Regression with seed 2: the grid of fewer than three different values was not found."""
+    made = turns(seed, WARM, size=0.2, certain=1, lead=6.2)
+    recorded = [np.trunc(turn.logprobs(WARM) * 10) / 10 for turn in made]
+    assert "rounding" in only(causes(made, recorded, of=AT_WARM)).causes
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_scale_of_nearly_certain_logprobs_is_not_called_a_truncation(seed: int) -> None:
+    made = turns(seed, size=0.3, certain=0.98, lead=8)
+    assert only(causes(made, [turn.logprobs() / np.log(10) for turn in made])).causes == ("scale",)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_correct_nearly_certain_logprobs_have_no_cause(seed: int) -> None:
+    made = turns(seed, WARM, size=0.3, certain=0.98, lead=6)
+    assert causes(made, [turn.logprobs(WARM) for turn in made], of=AT_WARM) == ()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_other_weights_are_a_possible_cause_in_nearly_certain_logprobs(seed: int) -> None:
+    """Regression: the causes were temperature and truncation."""
+    made, random = turns(seed, WARM, size=0.3, certain=1, lead=6), np.random.default_rng(seed)
+    others = [Turn(normalized(turn.rows + random.normal(0, 0.5, turn.rows.shape)), turn.sampled) for turn in made]
+    assert "weights" in only(causes(made, [turn.logprobs(WARM) for turn in others], of=AT_WARM)).causes

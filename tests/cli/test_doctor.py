@@ -132,6 +132,14 @@ def test_a_taken_port_is_a_warning() -> None:
     assert (found["port"].status, "is taken" in found["port"].found) == ("warn", True)
 
 
+def test_an_address_of_another_machine_is_a_failure(tmp_path: Path) -> None:
+    (path := tmp_path / "keys").write_text(f"alice={KEY}", encoding="utf-8")
+    path.chmod(0o600)
+    # RFC 5737 reserves this address for documentation.
+    found = list(access(ServeConfig(host="192.0.2.1", port=0, keys_file=path)))[-1]
+    assert (found.name, found.status, "can't listen on 192.0.2.1" in found.found) == ("host", "fail", True)
+
+
 def test_uncertified_features_are_named(renderer: Renderer) -> None:
     refusing = Renderer(
         renderer.tokenizer,

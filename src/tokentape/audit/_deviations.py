@@ -75,8 +75,9 @@ class Grid:
     def __init__(self, recorded: Values) -> None:
         self.name = ""
         distinct = np.unique(recorded[recorded != 0])
-        if len(distinct) >= _VALUES:
-            self.name = next((name for name in _GRIDS if np.array_equal(_rounded(distinct, name), distinct)), "")
+        # A number is a short decimal by chance far more rarely than it has few binary digits.
+        grids = _GRIDS if len(distinct) >= _VALUES else tuple(_DECIMALS) if len(distinct) else ()
+        self.name = next((name for name in grids if np.array_equal(_rounded(distinct, name), distinct)), "")
 
     def slack(self, recorded: Values) -> Values:
         """Return the largest error from rounding to these values."""
@@ -110,7 +111,8 @@ def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> F
     """Return zeros, a rounding of the recorded logprobs or a shift by one token, if it explains all differences."""
     if not any(turn.recorded.any() for turn in turns) and sum(len(turn.recorded) for turn in turns) >= _ENOUGH:
         why = "as if the engine returned none, or sampled only the likeliest token at each position"
-        return ("zeros", "truncation"), f"all recorded logprobs are 0, {why}"
+        short: tuple[Cause, ...] = ("rounding",) if min(turn.expected.min() for turn in turns) > -0.1 else ()
+        return ("zeros", "truncation", *short), f"all recorded logprobs are 0, {why}"
     # Values that were cut instead of rounded are off by up to twice the slack, to one side.
     for how, side in (("rounded", 0), ("cut", -1), ("cut", 1)) if grid.name else ():
         slacks = [grid.slack(turn.recorded) for turn in turns]
@@ -168,6 +170,7 @@ class Deviations:
     def __init__(self, turns: Sequence[Compared], limits: Precision) -> None:
         self._turns, self._limits = turns, limits
         self._clean = self._within = self._lasting = self._passing = self._alone = 0
+        self._far: list[npt.NDArray[np.bool_]] = []
         for turn in turns:
             telling = (turn.recorded < -CERTAIN) | (turn.expected < -CERTAIN)
             self._count(turn.distance()[telling])
@@ -178,6 +181,7 @@ class Deviations:
         if not apart.any() or apart.mean() <= limits.share:
             self._clean += len(apart) >= 3
             return
+        self._far.append(distance > limits.mean)
         first = int(np.argmax(apart))
         if limits.share:
             # Rounding moves a few tokens beyond the limit too, but seldom two of four. It hides small effects, so more
@@ -201,6 +205,12 @@ class Deviations:
     def lasting(self) -> bool:
         """Whether most tokens after the first difference differ too, in most turns that have a difference."""
         return self._lasting > self._passing
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether nearly all tokens of turns with a difference differ, as another temperature makes them."""
+        share = 0.5 if self._limits.share else 0.9
+        return bool(self._far) and bool(np.concatenate(self._far).mean() >= share)
 
     def passing_cause(self) -> Found:
         """Return the cause of differences after which most tokens agree."""

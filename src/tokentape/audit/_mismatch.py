@@ -21,6 +21,7 @@ from tokentape.audit._deviations import (
     Cause,
     Compared,
     Deviations,
+    Found,
     Grid,
     Precision,
     apart_by,
@@ -224,7 +225,7 @@ class Mismatch:
                 attributions.append(Attribution(causes, detail, version, str(declared), group.tokens, group.apart))
         return tuple(attributions)
 
-    def _causes_of(self, version: str, group: _Group) -> tuple[tuple[Cause, ...], str]:
+    def _causes_of(self, version: str, group: _Group) -> Found:
         grid = Grid(np.concatenate([turn.recorded for turn in group.sequences]))
         if (obvious := obvious_cause(group.sequences, grid, self._limits)) is not None:
             return obvious
@@ -239,21 +240,24 @@ class Mismatch:
                 return ("truncation",), "the sampler excluded ids that are no tokens, and renormalized"
             if rules := explaining.rules():
                 causes: list[Cause] = []
-                if abs(rules[0].temperature - group.declared.temperature) > 1e-6:
+                if other := any(abs(rule.temperature - group.declared.temperature) > 1e-6 for rule in rules):
                     causes.append("temperature")
-                if rules[0].truncates or group.declared.truncates:
+                if any(rule.truncates for rule in rules) or group.declared.truncates:
                     causes.append("truncation")
+                # At a higher temperature nearly all logprobs are lower, so being above them is weak evidence.
+                if other and np.isnan(rules[0].top_p):
+                    causes.append("weights")
                 return tuple(causes), f"the recorded logprobs fit {_named(rules)}"
         if scale is not None:
             return scale
-        if joined is not None and (deviations.lasting or not explaining.any_lower()):
-            for tried in group.sampled:
-                error = under(joined.own, joined.top, tried, self._vocab)[1]
-                # Every rule gives nearly the same logprob to a token that is nearly certain.
-                if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
-                    few = f"this engine returns too few alternatives to try {tried}"
-                    detail = f"{few}; use transformers to tell the causes apart"
-                    return ("temperature", "truncation", "weights"), detail
+        found = self._other_cause(version, group, deviations)
+        if joined is None or (possible := explaining.possible(deviations.everywhere)) is None:
+            return found
+        both: tuple[Cause, ...] = ("temperature", "truncation") if deviations.everywhere else ("truncation",)
+        return (*both, *(cause for cause in found[0] if cause not in both)), f"{found[1]}; {possible}"
+
+    def _other_cause(self, version: str, group: _Group, deviations: Deviations) -> Found:
+        """Return the cause of differences that no rule explains."""
         if not deviations.lasting:
             return deviations.passing_cause()
         others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
@@ -268,6 +272,8 @@ def _named(rules: Sequence[Rule]) -> str:
         return "a truncation to the likeliest tokens, with an unknown limit"
     if len(rules) == 1:
         return str(rules[0])
+    if not rules[0].truncates:
+        return f"{rules[0]} or {_named(rules[1:])}"
     ranges = []
     for name, unused in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         values = sorted({getattr(rule, name) for rule in rules} - {unused})
@@ -324,36 +330,60 @@ class _Explaining:
             return ()
         declared, sampled = self._group.declared, self._group.sampled
         temperatures = dict.fromkeys(rule.temperature for rule in (RAW, declared, *sampled))
-        fitted = self._fitted_temperature()
-        plain = [Rule(temperature) for temperature in (*temperatures, *([] if fitted is None else [fitted]))]
+        fitted = [] if (best_fit := self._fitted_temperature()) is None else [Rule(best_fit)]
         cuts = [Rule(temperature, **cut) for temperature in temperatures for cut in _CUTS]
-        for candidates in (plain, [rule for rule in sampled if rule.truncates], cuts):
-            tried = [(*self._explained(rule), rule) for rule in candidates if rule != declared]
-            share, distance, best = max(tried, key=lambda fit: (fit[0], -fit[1]), default=(0.0, 0.0, RAW))
-            if share < _EXPLAINED:
+        known = [Rule(temperature) for temperature in temperatures]
+        # Among few telling tokens, some temperature may fit a truncation too, but less closely.
+        for candidates in (known, [rule for rule in sampled if rule.truncates], fitted + cuts):
+            tried = [
+                (distance, rule)
+                for rule in candidates
+                if rule != declared
+                for share, distance in [self._explained(rule)]
+                if share >= _EXPLAINED
+            ]
+            if not tried:
                 continue
-            if candidates is not cuts:
+            least, best = min(tried, key=lambda fit: fit[0])
+            if candidates is known:
                 return (best,)
-            near = distance + self._limits.delta / 10
+            near = least + self._limits.delta / 10
+            of = (declared if best in fitted else best).temperature
             return tuple(
-                rule
-                for share, distance, rule in tried
-                if share >= _EXPLAINED and distance <= near and rule.temperature == best.temperature
+                rule for distance, rule in tried if distance <= near and (rule in fitted or rule.temperature == of)
             )
         cut = [temperature for temperature in temperatures if self._never_lower(Rule(temperature))]
         return (Rule(cut[0], top_p=np.nan),) if cut else ()
 
-    def any_lower(self) -> bool:
-        """Return whether a recorded logprob is lower than the model's own, as no truncation alone makes it."""
-        return bool((self._tokens.recorded < self._tokens.own - self._limits.delta - self._slack).any())
+    def possible(self, everywhere: bool) -> str | None:
+        """Return why a truncation may explain the recorded logprobs although none was found; None if none can.
+
+        `everywhere`: nearly all tokens differ, so that the temperature may differ too.
+        """
+        declared, delta = self._group.declared.temperature, self._limits.delta
+        temperatures = (declared, *(n / 20 for n in range(6, 41)))
+        # Without a telling token, rounding of the recorded logprobs explains each difference.
+        for temperature in (temperatures if everywhere else (declared,)) if self._telling.any() else ():
+            value, error = self._under(Rule(temperature))
+            above = self._tokens.recorded - value
+            error = error + delta + self._slack
+            within = (above >= -error) & (above <= self._most(value, temperature) + error)
+            if (within | ~np.isfinite(error)).mean() >= 1 - self._limits.share - (0.02 if everywhere else 0):
+                few = 2 * (error[self._telling] > 0.3 + delta).sum() > self._telling.sum()
+                why = "this engine returns too few alternatives to exclude" if few else "the logprobs do not exclude"
+                return f"{why} a truncation at temperature {temperature:.2g}"
+        return None
+
+    def _most(self, value: Values, temperature: float) -> Values:
+        """Return by how much a truncation may raise a token: it also keeps all likelier ones."""
+        own, top = self._tokens.own[:, None], self._tokens.top
+        likelier = np.where(top > own + 1e-5, (top - own) / temperature, -np.inf)
+        return np.asarray(-value - np.logaddexp.reduce(likelier, axis=1, initial=0.0))
 
     def _never_lower(self, rule: Rule) -> bool:
         """Return True if no recorded logprob is lower than under `rule`: any truncation raises what it keeps."""
         value, error = self._under(rule)
-        # A truncation that keeps a token keeps all likelier ones too, and so at least their probability.
-        own, top = self._tokens.own[:, None], self._tokens.top
-        likelier = np.where(top > own, (top - own) / rule.temperature, -np.inf)
-        most = -value - np.logaddexp.reduce(likelier, axis=1, initial=0.0)
+        most = self._most(value, rule.temperature)
         usable = (error <= self._limits.delta) & (value < -CERTAIN)
         above, most = (self._tokens.recorded - value)[usable], most[usable] + self._slack[usable]
         if len(above) < 30 or (above > self._limits.delta).mean() < 0.25:
@@ -373,6 +403,8 @@ class _Explaining:
         counted, others = reliable & self._telling, reliable & ~self._telling
         few = counted.sum() < max(8, 0.2 * self._telling.sum())
         if few or np.median(distance[counted]) > 0.4 * np.median(self._before[counted]):
+            return 0.0, np.inf
+        if np.median(distance[counted] - error[counted]) > self._limits.mean:
             return 0.0, np.inf
         left = float(np.minimum(distance, 10.0)[counted].mean())
         return float(min(fits[counted].mean(), fits[others].mean() if others.any() else 1.0)), left
