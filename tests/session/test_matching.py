@@ -69,6 +69,10 @@ def test_re_serialised_arguments_are_the_same(arguments: dict[str, Any]) -> None
     assert message_key(calling(spaced)) == message_key(calling(compact)) == message_key(calling(arguments))
 
 
+def test_no_text_as_arguments_is_an_empty_object() -> None:
+    assert message_key(calling("")) == message_key(calling("{}")) != message_key(calling('""'))
+
+
 def test_history_key_extends_that_of_a_prefix() -> None:
     messages = [{"role": "user", "content": str(n)} for n in range(4)]
     whole = history_keys("setup", messages)

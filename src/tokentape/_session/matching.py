@@ -129,7 +129,8 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
 def _arguments(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
-            return _numbers(json.loads(arguments))
+            # Some agents send no text for a call without arguments. vLLM reads it as an empty object too.
+            return _numbers(json.loads(arguments or "{}"))
         except (ValueError, RecursionError):
             return arguments
     return _numbers(arguments)
