@@ -233,7 +233,7 @@ def test_logprobs_higher_than_a_truncation_makes_them_are_not_called_truncated(
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_excluded_ids_are_not_called_other_weights(plain: list[Trajectory], model: Any, temperature: float) -> None:
-    """The embedded engine never samples embedding rows without a token. Regression: it was `weights`."""
+    """The embedded engine never samples embedding rows without a token."""
     excluded = np.ones(4000, bool)
     excluded[np.concatenate([trajectory.token_ids for trajectory in plain])] = False
     mask = torch.from_numpy(excluded)
