@@ -16,6 +16,7 @@ import pytest
 from jinja2 import Environment, meta
 
 from tests.chat.conftest import EVERY_TEMPLATE, load_renderer, load_tokenizer, model_path, setup_for
+from tokentape.chat._certification import certify
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
 from tokentape.errors import TemplateRefused
@@ -207,6 +208,27 @@ def test_brackets_written_in_any_way_create_no_control_tokens(written: str) -> N
         return sum(renderer.tokenizer.control_by_id(token_id) is not None for token_id in ids)
 
     assert {controls(key) for key in ("think", "/think", "tool_call", "/tool_call")} == {controls(WORD)}
+
+
+def in_brackets_if(condition: str) -> Renderer:
+    """Return a renderer that compares content under a condition, and writes it between brackets."""
+    source = (
+        "{% for m in messages %}{% if CONDITION %}{{ ' ' }}{% endif %}{{ '<|im_start|>' ~ m.role ~ '<|' ~ m.content "
+        "~ '|><|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    return Renderer(load_tokenizer("qwen3"), ChatTemplate(source.replace("CONDITION", condition)))
+
+
+def test_a_word_that_the_template_makes_is_escaped() -> None:
+    renderer = in_brackets_if("['vision', '_pad'] | join == m.content")
+    ids = renderer.render([{"role": "user", "content": "vision_pad"}]).ids.tolist()
+    controls = [control for token_id in ids if (control := renderer.tokenizer.control_by_id(token_id))]
+    assert [control.content for control in controls] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
+@pytest.mark.parametrize(("word", "safe"), [("vision_pad", False), ("other", True)])
+def test_a_certificate_tries_compared_words_that_brackets_make_control_tokens(word: str, safe: bool) -> None:
+    assert certify(in_brackets_if(f"m.content == '{word}'")).injection_safe == safe
 
 
 @pytest.mark.usefixtures("source")

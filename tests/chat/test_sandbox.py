@@ -404,3 +404,14 @@ def test_the_limits_grow_with_the_conversation(monkeypatch: pytest.MonkeyPatch) 
     assert len(_render(source, messages)) > 2**16
     with pytest.raises(TemplateRefused, match="longer than"):
         render("{{ 'a' * 100000 }}")
+
+
+def test_long_strings_that_a_template_compares_are_not_kept() -> None:
+    made = "{% for n in range(600) %}{% if 'x' * 100000 ~ n == messages[0].content %}{% endif %}{% endfor %}"
+    template = ChatTemplate(made + "{{ messages[0].content }}")
+    tracemalloc.start()
+    strings = template.compared.strings
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert strings == ("x",)
+    assert most < 2**24

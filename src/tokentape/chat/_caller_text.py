@@ -84,7 +84,7 @@ class Escaper:
         self.escapes = Escapes({ord(p): char for p, char in self._character_of.items()}, self._join)
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
-        self._inner = {inner for content in contents for inner in _without_brackets(content)}.difference(compared)
+        self._inner = {inner for content in contents for inner in without_brackets(content)}.difference(compared)
         self._part_lengths = sorted(set(map(len, self._heads | self._tails)))
         self._cached = lru_cache(4096)(self._escape)
 
@@ -167,7 +167,7 @@ class Escaper:
         return self.unescape(self._tokenizer.mark_controls(rendered))
 
 
-def _without_brackets(token: str) -> Iterator[str]:
+def without_brackets(token: str) -> Iterator[str]:
     """Yield what is left of a control token after removing at least one bracket on each side."""
     left, right = (len(token) - len(bare) for bare in (token.lstrip(_BRACKETS), token.rstrip(_BRACKETS)))
     for start in range(1, left + 1):

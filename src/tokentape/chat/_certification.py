@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from tokentape.chat import _grammar as grammar
+from tokentape.chat._caller_text import without_brackets
 from tokentape.chat._certificate import Certificate, Continuation, ParseCheck
 from tokentape.chat._certify_continuations import Continuations
 from tokentape.chat._external_renderer import ExternalRenderer
@@ -283,9 +284,11 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
     """Return whether control tokens in callers' text leave a rendering's own control tokens unchanged."""
     controls = renderer.tokenizer.controls
     sample = [control for control in controls if control.content in renderer.template.source] or list(controls)
-    for plain, *armed in zip(
-        grammar.conversations_with("word"), *(grammar.conversations_with(c.content) for c in sample[:24]), strict=True
-    ):
+    # Words that the template compares are not escaped, also if brackets around them would make control tokens.
+    inner = {word for control in controls for word in without_brackets(control.content)}
+    compared = sorted(inner.intersection(renderer.template.constants.strings))
+    texts = [*(control.content for control in sample[:24]), *compared]
+    for plain, *armed in zip(grammar.conversations_with("word"), *map(grammar.conversations_with, texts), strict=True):
         try:
             expected = MARK.findall(_prompt(renderer, plain, setup))
         except TemplateRefused:

@@ -68,20 +68,25 @@ def _noted(node: nodes.Expr) -> nodes.Expr:
     )
 
 
-def compared(template: nodes.Template, made: Iterable[str] = ()) -> Compared:
-    """Return the constants in a template's comparisons, tests and searches, and the strings that it has `made`."""
+def compared(template: nodes.Template) -> Compared:
+    """Return the constants in a template's comparisons, tests and searches."""
     assigned = _assigned(template)
     comparisons = [[node.expr, *(operand.expr for operand in node.ops)] for node in template.find_all(nodes.Compare)]
     named = [side for sides in comparisons if any(_field(side) == "name" for side in sides) for side in sides]
     number, length = _numbers(template, assigned)
     return Compared(
-        strings=tuple(dict.fromkeys([*_strings_read(template), *filter(_is_text, made)]))[:_MOST],
+        strings=tuple(_strings_read(template)[:_MOST]),
         names=tuple(_texts(named, assigned)[:_MOST]),
         number=number,
         length=length,
         divisor=_divisor(template, assigned),
         keys=tuple(_keys(template))[:_MOST],
     )
+
+
+def with_made(constants: Compared, made: Iterable[str]) -> Compared:
+    """Return `constants` with the strings that the template has `made`."""
+    return constants._replace(strings=tuple(dict.fromkeys([*constants.strings, *made]))[:_MOST])
 
 
 def _keys(template: nodes.Template) -> dict[str, None]:
@@ -114,10 +119,11 @@ def _strings_read(template: nodes.Template) -> list[str]:
     for used in (*template.find_all((nodes.Compare, nodes.Call, nodes.Test)), *lists):
         fields.difference_update(_strings_in(used, skipped))
     texts = dict.fromkeys(_strings_in(template, skipped))
-    return [t for t in texts if _is_text(t) and t not in fields]
+    return [t for t in texts if is_text(t) and t not in fields]
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
+    """Return whether the string may be text of a message that a template looks for."""
     return bool(value.strip()) and len(value) <= _LONGEST and value not in _ROLES
 
 

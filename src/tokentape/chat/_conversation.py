@@ -54,7 +54,7 @@ class Conversation:
     ) -> None:
         self.renderer = renderer
         self.setup = renderer.setup_of(tools, template_kwargs, date)
-        check_objects(messages, "messages")
+        check_objects(messages, "messages", key="role")
         self.messages: list[Message] = [*map(with_argument_objects, messages)]
         """All messages, the parsed replies included. The arguments of calls are objects, as templates expect them."""
         self.sampled: dict[int, TokenIds] = dict(sampled or {})
@@ -128,7 +128,7 @@ class Conversation:
         """
         if self._completion is None:
             raise InvalidRequest("the last message is no reply: call add_completion first")
-        check_objects(messages, "messages")
+        check_objects(messages, "messages", key="role")
         if not messages:
             raise InvalidRequest("messages: found none, expected at least 1 new message", "messages")
         messages = [*map(with_argument_objects, messages)]

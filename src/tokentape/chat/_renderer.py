@@ -209,7 +209,7 @@ class Renderer(TemplateText):
 
     def _refuse_images(self, messages: Sequence[Message]) -> None:
         """Raise `InvalidRequest` for messages that are no dictionaries, and for images that can't be rendered."""
-        check_objects(messages, "messages")
+        check_objects(messages, "messages", key="role")
         if self.images is None and image_parts(messages):
             raise InvalidRequest("a message contains an image; this model accepts only text", "messages")
 

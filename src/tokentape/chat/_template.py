@@ -22,7 +22,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from tokentape.chat._compared_strings import Compared, Noting, compared
+from tokentape.chat._compared_strings import Compared, Noting, compared, is_text, with_made
 from tokentape.chat._limits import Escapes, TimeOver, limited, usage
 from tokentape.chat._media import IMAGE, image_parts
 from tokentape.chat._sandbox import Sandbox
@@ -87,9 +87,14 @@ class ChatTemplate:
 
     @cached_property
     def compared(self) -> Compared:
-        """The constants that the template compares with messages."""
+        """What the template compares with messages: its constants, and the strings that it makes."""
         made = [text for source in (self.source, self.tool_use_source) if source for text in _made_strings(source)]
-        return compared(parse_template(self.whole_source.replace("\0", "\n")), made)
+        return with_made(self.constants, made)
+
+    @cached_property
+    def constants(self) -> Compared:
+        """The constants that the template compares with messages."""
+        return compared(parse_template(self.whole_source.replace("\0", "\n")))
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -125,15 +130,15 @@ class ChatTemplate:
             return _render(self._tool_use if tools else self._default, context)
 
 
-def check_objects(values: Sequence[Any], param: str) -> None:
-    """Raise `InvalidRequest` unless `values` is a list of dictionaries. Messages need a role."""
+def check_objects(values: Sequence[Any], param: str, *, key: str = "") -> None:
+    """Raise `InvalidRequest` unless `values` is a list of dictionaries that have the `key`, if one is given."""
     listed = isinstance(values, Sequence)
     wrong = [value for value in values if not isinstance(value, Mapping)] if listed else [values]
     if wrong:
         raise InvalidRequest(f"{param}: found {type(wrong[0]).__name__}, expected a list of dictionaries", param)
-    bare = next((value for value in values if param == "messages" and "role" not in value), None)
-    if bare is not None:
-        raise InvalidRequest(f"messages: found a message with the keys {[*bare]}, expected a `role`", param)
+    without = next((value for value in values if key not in value), None) if key else None
+    if without is not None:
+        raise InvalidRequest(f"{param}: found an entry with the keys {[*without]}, expected a `{key}`", param)
 
 
 def check_variables(kwargs: Mapping[str, Any], date: str) -> None:
@@ -331,10 +336,12 @@ def _made_strings(source: str) -> list[str]:
 
     Unlike constants, they can't be read from the source: the template makes them with a filter, a macro or a set block.
     """
-    noted: list[Any] = []
+    noted: dict[str, None] = {}
 
     def note(value: Any) -> Any:
-        noted.extend(value if isinstance(value, list | tuple | dict) else [value])
+        values = value if isinstance(value, list | tuple | dict) else [value]
+        # Filtered at once: the template's own limits don't count what is kept here.
+        noted.update(dict.fromkeys(each for each in values if isinstance(each, str) and is_text(each)))
         return value
 
     environment = _environment()
@@ -355,7 +362,7 @@ def _made_strings(source: str) -> list[str]:
             with contextlib.suppress(TemplateRefused), limited():
                 _render(template, variables | {"tools": tools if calling in messages else None})
     known = json.dumps([system, *said, *tools])
-    return [value for value in noted if isinstance(value, str) and value not in known and _ASKED not in value]
+    return [value for value in noted if value not in known and _ASKED not in value]
 
 
 @lru_cache(maxsize=32)

@@ -25,6 +25,7 @@ SERVER_TOP = 20
 """Maximum number of alternatives to request from servers: vLLM's default `--max-logprobs`."""
 
 AMONG_TOKENS = 512
+"""Maximum number of alternatives in `Scores.among_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
