@@ -26,8 +26,8 @@ the traceback of a failure.
 | exit code | meaning |
 |---|---|
 | 0 | success, and something was measured |
-| 1 | findings, or a failure |
-| 2 | a command line that makes no sense |
+| 1 | the command found something: a difference, damage, a limit that is exceeded |
+| 2 | an error: a wrong command line, or the command could not do its work |
 | 3 | nothing to measure: an empty record, no text, no row or token that both sides have |
 
 `audit`, `check`, `check-logprobs`, `compare`, `drift`, `export`, `premium`, `probe`, `score` and `verify` exit with 3,

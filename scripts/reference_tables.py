@@ -193,7 +193,7 @@ def error_lines() -> Iterator[str]:
     """Yield the lines of the page of errors."""
     yield from _head("Errors")
     yield "`tokentape.errors`. *again*: the same request can succeed later, and official clients send it again"
-    yield "(`x-should-retry`). The command line prints the message and exits with 1, with 2 for a wrong command line."
+    yield "(`x-should-retry`). The command line prints the message and exits with 2."
     yield ""
     found = vars(errors).values()
     classes = [one for one in found if inspect.isclass(one) and issubclass(one, errors.TokentapeError)]

@@ -79,7 +79,7 @@ def test_invalid_command_line_is_exit_code_2(run: Run, arguments: list[str]) -> 
 
 def test_failure_is_a_single_line_on_stderr(run: Run, tmp_path: Path) -> None:
     done = run("verify", tmp_path)
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: {tmp_path}/tokentape.db does not exist: {tmp_path} is not a data directory; name the folder that was "
         "passed to `tokentape serve --data`\n"

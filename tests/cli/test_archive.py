@@ -38,7 +38,7 @@ def test_a_gateway_that_has_the_record_open_takes_part(
     turns = Turns(ScriptedEngine(renderer, ["hi<|im_end|>"]), renderer, SqliteStore.open(data_dir))
     with running(create_app(turns, model_id="m")) as url:
         refused = run("archive", data_dir, "--to", archive)
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert "is open for writing by process" in refused.stderr
         assert "change its record through it: pass its URL as --url" in " ".join(refused.stderr.split())
         done = run("archive", data_dir, "--to", archive, "--delete", "--url", url)
@@ -97,7 +97,7 @@ def test_a_folder_without_a_record_is_refused_and_left_alone(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     name, *options = command.format(archive=tmp_path / "archive").split()
     done = run(name, folder, *options)
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert ("is not a data directory; name the folder" if database is None else "expected a Tokentape") in done.stderr
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert not (tmp_path / "archive").exists()

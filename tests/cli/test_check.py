@@ -82,7 +82,7 @@ def test_other_kwargs_than_locked_are_a_finding(run: Run, lockfile: Path, model_
 
 def test_unreachable_server_is_a_failure(run: Run, lockfile: Path) -> None:
     done = run("check", lockfile, "--engine", "http://127.0.0.1:9")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "is it running?" in done.stderr
 
 
@@ -107,7 +107,7 @@ def test_invalid_chat_template_is_not_locked(
 ) -> None:
     (tmp_path / "a.jinja").write_bytes(template)
     done = run("lock", model_dir, "--chat-template", tmp_path / "a.jinja", "-o", tmp_path / "a.lock")
-    assert (done.exit_code, message in done.stderr) == (1, True)
+    assert (done.exit_code, message in done.stderr) == (2, True)
     assert not (tmp_path / "a.lock").exists()
 
 

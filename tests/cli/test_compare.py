@@ -137,6 +137,6 @@ def test_logprobs_of_another_length_are_refused(run: Run, data: Path, exported: 
     batch = {"session_id": "s", "token_ids": row["token_ids"], "trainer_logprobs": row["logprobs"][1:]}
     (tmp_path / "c.jsonl").write_text(json.dumps(batch) + "\n")
     result = run("compare", data, tmp_path / "c.jsonl")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     tokens = len(row["token_ids"])
     assert f"c.jsonl line 1: trainer_logprobs: {tokens - 1} values for {tokens} ids; expected one" in result.stderr

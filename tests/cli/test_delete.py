@@ -95,7 +95,7 @@ def test_a_gateway_that_has_the_record_open_deletes(run: Run, data: Path, render
     turns = Turns(ScriptedEngine(renderer, ["hi<|im_end|>"]), renderer, SqliteStore.open(data))
     with running(create_app(turns, model_id="m")) as url:
         refused = run("delete", data, "--where", "user=7", "--yes")
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert "is open for writing by process" in refused.stderr
         assert "change its record through it: pass its URL as --url" in " ".join(refused.stderr.split())
         assert run("delete", data, "--where", "user=7", "--yes", "--url", url).exit_code == 0

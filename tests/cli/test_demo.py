@@ -25,7 +25,7 @@ def test_json_has_the_run_and_its_findings(run: Run, tmp_path: Path) -> None:
 def test_a_directory_in_use_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("demo", "--out", tmp_path)
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.endswith(f"error: {tmp_path} is not empty: choose a new directory\n")
 
 

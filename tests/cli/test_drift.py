@@ -100,7 +100,7 @@ def test_missing_tokenizer_error_contains_advice(run: Run, tmp_path: Path) -> No
     path = tmp_path / "a.json"
     path.write_text("[1]")
     result = run("drift", path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pass the model folder with --tokenizer" in result.stderr
     assert run("drift", path, "--fail-above", 2).exit_code == 2
 
@@ -108,5 +108,5 @@ def test_missing_tokenizer_error_contains_advice(run: Run, tmp_path: Path) -> No
 def test_a_record_that_names_no_model_is_not_called_a_file(run: Run, tmp_path: Path) -> None:
     data = shutil.copytree(MODEL.parent / "recorded", tmp_path / "data")
     done = run("drift", data)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "the input names no model; pass the model folder with --tokenizer" in done.stderr

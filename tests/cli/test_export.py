@@ -96,7 +96,7 @@ def test_only_requested_verdicts_are_written(run: Run, data_dir: Path, tmp_path:
     assert leaves("forked:branched") == [("forked", 2)]
     assert leaves("closed") == []
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "good")
-    assert (done.exit_code, done.stderr.startswith("error: unknown verdict")) == (1, True)
+    assert (done.exit_code, done.stderr.startswith("error: unknown verdict")) == (2, True)
 
 
 def test_sessions_removed_by_a_verdict_filter_are_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_sessions_that_a_trainer_refuses_can_be_left_out(run: Run, data_dir: Pat
         asyncio.run(store.write(SessionInfo("cut", 3.0), turn))
     arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime"
     done = run(*arguments)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "session 'cut'" in done.stderr
     assert "--skip-refused" in done.stderr
     assert not (tmp_path / "t.jsonl").exists()
@@ -138,7 +138,7 @@ def test_sessions_that_a_trainer_refuses_can_be_left_out(run: Run, data_dir: Pat
     counts = json.loads(run(*arguments, "--skip-refused", "--json").stdout)
     assert (counts["trajectories"], list(counts["refused"])) == (3, ["cut"])
     done = run("export", data_dir, "-o", tmp_path / "t.parquet", "--skip-refused")
-    assert (done.exit_code, "--skip-refused works only with" in done.stderr) == (1, True)
+    assert (done.exit_code, "--skip-refused works only with" in done.stderr) == (2, True)
 
 
 def test_only_requested_sessions_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_unknown_session_leaves_the_existing_file(run: Run, data_dir: Path, tmp_
     target.parent.mkdir()
     target.write_text("yesterday's")
     done = run("export", data_dir, "-o", target, "--session", "plain", "--session", "nobody")
-    assert (done.exit_code, done.stderr) == (1, "error: there is no session 'nobody'\n")
+    assert (done.exit_code, done.stderr) == (2, "error: there is no session 'nobody'\n")
     assert [path.name for path in target.parent.iterdir()] == ["t.parquet"]
     assert target.read_text() == "yesterday's"
 
@@ -236,10 +236,10 @@ def test_a_trainer_s_count_is_of_the_rows(run: Run, data_dir: Path, tmp_path: Pa
 
 def test_missing_trainer_inputs_leave_no_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "skyrl")
-    assert (done.exit_code, "session 'plain' has no reward" in done.stderr) == (1, True)
+    assert (done.exit_code, "session 'plain' has no reward" in done.stderr) == (2, True)
     assert "Pass --skip-refused" in done.stderr
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "jsonl", "--group", "task")
-    assert (done.exit_code, "--group works only with" in done.stderr) == (1, True)
+    assert (done.exit_code, "--group works only with" in done.stderr) == (2, True)
     assert not (tmp_path / "t.jsonl").exists()
 
 
@@ -264,14 +264,14 @@ def test_export_works_beside_a_writer(run: Run, data_dir: Path, tmp_path: Path) 
 
 def test_unknown_file_extension_is_refused_with_the_known_ones(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.csv")
-    assert (done.exit_code, "does not end with .jsonl or .parquet" in done.stderr) == (1, True)
+    assert (done.exit_code, "does not end with .jsonl or .parquet" in done.stderr) == (2, True)
     assert not (tmp_path / "t.csv").exists()
     assert run("export", data_dir, "-o", tmp_path / "t.csv", "--format", "jsonl").exit_code == 0
 
 
 def test_missing_group_key_error_explains_where_to_set_it(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "trl", "--group", "quiz")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "client.session(ID, metadata={'quiz': ...})" in done.stderr
     assert "its keys: task. " in done.stderr
     assert "Pass --skip-refused to leave out such sessions" in done.stderr
@@ -279,7 +279,7 @@ def test_missing_group_key_error_explains_where_to_set_it(run: Run, data_dir: Pa
 
 def test_sessions_without_the_group_key_can_be_left_out(run: Run, data_dir: Path, tmp_path: Path) -> None:
     arguments = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime", "--group", "task"
-    assert run(*arguments).exit_code == 1
+    assert run(*arguments).exit_code == 2
     done = run(*arguments, "--skip-refused")
     assert done.exit_code == 0, done.stderr
     assert "the metadata of session 'plain' has no 'task' to name its group; its keys: none" in done.stderr
@@ -309,7 +309,7 @@ def test_a_name_of_another_format_is_refused(
     run: Run, data_dir: Path, tmp_path: Path, file_format: str, name: str, message: str
 ) -> None:
     done = run("export", data_dir, "-o", tmp_path / name, "--format", file_format)
-    assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+    assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
     assert not (tmp_path / name).exists()
 
 

@@ -103,7 +103,7 @@ def test_difference_is_reported_without_the_password(run: Run, place: str, direc
         assert (done.exit_code, PASSWORD in done.output) == (1, False), done.output
     for absent in ("t", "s:7"):
         done = run("compare", other, f"{place}#{absent}")
-        assert (done.exit_code, PASSWORD in done.output) == (1, False)
+        assert (done.exit_code, PASSWORD in done.output) == (2, False)
         assert f"'{absent}'" in done.stderr
 
 
@@ -133,19 +133,19 @@ def test_missing_or_changed_tokenizer_is_reported_with_advice(
     write_served_model(directory, ServedModel(str(folder), served.tokenizer_sha256, served.fingerprint))
     for command, option in (("drift", "--tokenizer"), ("check-logprobs", "--model")):
         done = run(command, directory)
-        assert (done.exit_code, "is no longer in" in done.stderr) == (1, True)
+        assert (done.exit_code, "is no longer in" in done.stderr) == (2, True)
         assert f"with {option}\n" in done.stderr
     shutil.copytree(model_dir, folder)
     with (folder / "tokenizer.json").open("a") as file:
         file.write("\n")
     done = run("check-logprobs", directory)
-    assert (done.exit_code, "has changed since" in done.stderr) == (1, True)
+    assert (done.exit_code, "has changed since" in done.stderr) == (2, True)
     assert "with --model\n" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["drift", "check-logprobs", "show", "view"])
 def test_incomplete_url_error_shows_the_expected_form(run: Run, tmp_path: Path, command: str) -> None:
     done = run(command, f"file://{tmp_path}/nothing")
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "is not an archive" in done.stderr
     assert "name the target of `tokentape archive --to`" in done.stderr

@@ -85,7 +85,7 @@ def test_a_running_gateways_record_is_scored_through_it(run: Run, gateway_url: s
 
 def test_another_vocabulary_is_refused(run: Run, directory: Path, model_dir: Path, tmp_path: Path) -> None:
     done = run("score", directory, "--model", with_tokenizer(model_dir, tmp_path / "other", swap_words))
-    assert (done.exit_code, "has another vocabulary than" in done.stderr) == (1, True)
+    assert (done.exit_code, "has another vocabulary than" in done.stderr) == (2, True)
 
 
 def test_a_tokenizer_with_the_same_vocabulary_is_accepted(

@@ -111,7 +111,7 @@ def test_gateway_with_a_failed_record_does_not_say_that_all_is_recorded(model_di
         (tmp_path / "tokentape.db").unlink()
         assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=HELLO).status_code == 503
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 1
+        assert process.wait(PATIENCE) == 2
         assert process.stderr.read().splitlines()[-1].startswith(f"error: stopped, but the record in {tmp_path} failed")
 
 
@@ -119,7 +119,7 @@ def test_unreachable_vllm_server_is_named(run: Run, model_dir: Path, tmp_path: P
     # Port 9 is "discard", which is not served.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
     done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0, "--engine-wait", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.count("refuses connections") == 1
     assert "startup failed" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: http://127.0.0.1:9: the engine refuses connections")
@@ -284,7 +284,7 @@ def test_port_and_engine_are_checked_before_the_folder_is_loaded(
 def test_gateway_is_refused_as_an_engine(run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
     with running(StandIn(renderer, owner="tokentape").app) as url:
         done = run("serve", model_dir, *remote(url), "--data", tmp_path / "data", "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "this is the URL of a Tokentape gateway" in done.stderr
 
 
@@ -302,7 +302,7 @@ def test_data_that_is_a_file_is_refused(workers: int, run: Run, model_dir: Path,
         "--port",
         0,
     )
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "it is a file; name a directory that this user may write to" in done.stderr
 
 
@@ -312,13 +312,13 @@ def test_data_without_permission_is_refused(
     access = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, *a, **b: Path(path) != tmp_path / "d" and access(path, *a, **b))
     done = run("serve", model_dir, *remote("http://127.0.0.1:9"), "--data", tmp_path / "d", "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/d can't be used as a data directory: Permission")
 
 
 def test_public_address_without_keys_is_refused(run: Run, model_dir: Path, tmp_path: Path) -> None:
     done = run("serve", model_dir, "--data", tmp_path, "--host", "0.0.0.0", "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no API keys" in done.stderr
 
 
@@ -326,7 +326,7 @@ def test_template_that_refuses_everything_stops_serve(run: Run, model_dir: Path,
     template = tmp_path / "never.jinja"
     template.write_text("{{ raise_exception('never') }}", encoding="utf-8")
     done = run("serve", model_dir, "--data", tmp_path / "data", "--chat-template", template, "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.splitlines()[-1] == "error: the chat template refused this conversation: never"
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "data").exists()
@@ -371,7 +371,7 @@ def test_port_in_use_is_reported_with_advice(workers: int, run: Run, model_dir: 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run("serve", model_dir, "--data", tmp_path / "d", "--port", port, "--workers", workers, *engine)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: port {port} of 127.0.0.1 is taken")
     assert "--port" in done.stderr
 
@@ -383,14 +383,14 @@ def remote(url: str, *options: object) -> list[object]:
 def test_without_a_model_the_served_model_of_the_server_is_used(run: Run, renderer: Renderer, tmp_path: Path) -> None:
     with running(StandIn(renderer, name="qwen", root="Qwen/Qwen3-8B").app) as url:
         done = run("serve", *remote(url), "--data", tmp_path / "data", "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert f"{url} serves Qwen/Qwen3-8B, qwen" in done.stderr
 
 
 def test_without_a_model_an_unreachable_server_is_named(run: Run, tmp_path: Path) -> None:
     # Port 9 is "discard", which is not served.
     done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data", "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "the server could not be asked: http://127.0.0.1:9: the engine refuses connections" in done.stderr
     assert done.stderr.splitlines()[-1].endswith("is it running?")
 
@@ -400,7 +400,7 @@ def test_uncached_hub_name_error_contains_the_download_command(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     done = run("serve", "Qwen/Qwen3-8B", *remote("http://127.0.0.1:9"), "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "hf download Qwen/Qwen3-8B --include '*.json' '*.jinja'" in done.stderr
     assert "hf download Qwen/Qwen3-8B\n" in run("serve", "Qwen/Qwen3-8B", "--port", 0).stderr
 
@@ -506,7 +506,7 @@ def test_data_with_turns_of_another_tokenizer_is_refused_and_left_as_it_was(
     # No engine answers: the record is refused first.
     engine = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:1", "--engine-wait", 0)
     done = run("serve", model_dir, *engine, "--data", data, "--port", 0, "--workers", workers)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     said = " ".join(done.stderr.split())
     assert "error: this record belongs to another tokenizer (" in said
     assert "last served from /models/other" in said
@@ -522,7 +522,7 @@ def test_server_with_different_ids_is_always_refused(
     monkeypatch.setattr(server, "_tokens", lambda body: tokens(body)[::-1])
     with running(server.app) as url:
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "the server has different token ids than the folder: " in done.stderr
     assert "seems to serve" not in done.stderr
     assert done.stderr.count("The server serves a different model than the folder's") == 1
@@ -535,7 +535,7 @@ def test_server_with_different_ids_is_always_refused(
 def test_without_torch_serving_an_engine_server_is_advised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokentape.cli.extras.find_spec", lambda name: None)
     done = run("serve")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "pip install 'tokentape[hf]'" in done.stderr
     assert "tokentape serve MODEL --engine vllm --engine-url URL" in done.stderr
 

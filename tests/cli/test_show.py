@@ -125,7 +125,7 @@ def test_another_branch_can_be_chosen(run: Run, data_dir: Path) -> None:
 
 def test_unknown_leaf_is_refused_with_the_known_ones(run: Run, data_dir: Path) -> None:
     done = run("show", data_dir, "forked", "--leaf", 0)
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.endswith("error: session 'forked' has no leaf 0; choose from 1, 2\n")
 
 

@@ -32,7 +32,7 @@ def test_snapshot_can_be_taken_confirmed_and_dropped(run: Run, at: SqliteStore, 
     assert [trajectory.session_id for trajectory in read_jsonl(tmp_path / "t.jsonl")] == ["a", "b"]
     assert f"held  trajectories 2, tokens 24, with loss 12  {digest}" in run("snapshot", "show", 1).stdout
     early = run("snapshot", "drop", 1)
-    assert (early.exit_code, "not confirmed" in early.stderr) == (1, True)
+    assert (early.exit_code, "not confirmed" in early.stderr) == (2, True)
     assert run("snapshot", "confirm", 1, digest).exit_code == 0
     asyncio.run(at.write(make_turn("b", 1, make_turn("b", 0))))
     dropped = run("snapshot", "drop", 1)
@@ -46,7 +46,7 @@ def test_snapshot_can_be_taken_confirmed_and_dropped(run: Run, at: SqliteStore, 
 def test_a_wrong_digest_is_refused(run: Run, at: SqliteStore) -> None:
     run("snapshot", "create")
     done = run("snapshot", "confirm", 1, "0" * 64)
-    assert (done.exit_code, "corrupt or of a different snapshot" in done.stderr) == (1, True)
+    assert (done.exit_code, "corrupt or of a different snapshot" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["snapshot", "archive", "score"])
@@ -61,4 +61,4 @@ def test_unreachable_gateway_is_a_single_error_line(
         "score": (url, "--engine", "vllm", "--engine-url", url, "--model", tmp_path),
     }
     done = run(command, *rest[command])
-    assert (done.exit_code, done.stderr.splitlines()[-1].endswith("is it running?")) == (1, True), done.output
+    assert (done.exit_code, done.stderr.splitlines()[-1].endswith("is it running?")) == (2, True), done.output

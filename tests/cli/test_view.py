@@ -56,7 +56,7 @@ def test_port_in_use_is_reported_with_advice(record: Record, run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run("view", record(HELLO), "--no-browser", "--port", port)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"error: port {port} of 127.0.0.1 is taken")
 
 
@@ -87,9 +87,9 @@ def test_record_is_written_to_a_single_file(run: Run, record: Record, tmp_path: 
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr.endswith("sessions with tokens: 1, listed without: 0, left out: 0\n")
     assert path.read_bytes().startswith(b"<!doctype html>")
-    assert run("view", directory, "--export", path, "--session", "nothing").exit_code == 1
+    assert run("view", directory, "--export", path, "--session", "nothing").exit_code == 2
     done = run("view", directory, "--session", "s")
-    assert (done.exit_code, "--session goes with --export" in done.stderr) == (1, True)
+    assert (done.exit_code, "--session goes with --export" in done.stderr) == (2, True)
 
 
 def test_missing_view_path_is_a_usage_error(run: Run, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_missing_view_path_is_a_usage_error(run: Run, tmp_path: Path) -> None:
 def test_path_that_is_not_a_record_fails_in_a_single_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no")
     done = run("view", tmp_path / "a.parquet", "--no-browser")
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
 
 

@@ -126,7 +126,7 @@ def test_worker_start_failure_stops_the_supervisor_with_the_reason(model_dir: Pa
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--engine-wait", "0"]
     command = [sys.executable, "-m", "tokentape", "serve", model_dir, *engine, "--data", tmp_path, "--port", "0"]
     done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "the engine refuses connections" in done.stderr
     assert "the gateway's workers could not start" in done.stderr
     assert "Traceback" not in done.stderr

@@ -125,8 +125,8 @@ def test_retokenized_batch_fails_only_in_id_drift(
     assert channels(report) == {"id drift"}
     assert report.id_drift.changed_tokens == 1
     assert report.numeric.tokens == int(trajectory.loss_mask[:at].sum())
-    assert report.numeric.tokens + report.behind_drift.tokens == int(trajectory.loss_mask.sum()) - 1
-    assert report.behind_drift.max > 1e-3
+    assert report.numeric.tokens + report.after_drift.tokens == int(trajectory.loss_mask.sum()) - 1
+    assert report.after_drift.max > 1e-3
     (outlier, *_) = report.outliers
     assert (outlier.channel, outlier.drift_class) == ("id drift", *report.id_drift.classes)
     assert outlier.position > at
@@ -358,8 +358,8 @@ def test_batch_with_only_ids_is_compared_at_the_turn_s_temperature(
     drifted = check_logprobs([trajectory], rows=row_of(trajectory, ids), forward=forward, tokenizer=tokenizer)
     assert channels(drifted) == {"id drift"}
     assert drifted.numeric.tokens == int(trajectory.loss_mask[:at].sum())
-    assert drifted.behind_drift.tokens == trained - 1 - drifted.numeric.tokens
-    assert drifted.behind_drift.max > 1e-3
+    assert drifted.after_drift.tokens == trained - 1 - drifted.numeric.tokens
+    assert drifted.after_drift.max > 1e-3
     # Another context explains those differences, so they have no cause.
     assert drifted.causes == ()
 

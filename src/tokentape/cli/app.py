@@ -50,7 +50,7 @@ _COMMANDS = {
 class _Commands(TyperGroup):
     """List commands in groups, and print errors on stderr after `error:`.
 
-    The exit code is 2 for an invalid command line, otherwise 1 or `NOTHING_MEASURED`.
+    The exit code is `NOTHING_MEASURED` or 2. It is never 1, which means that a command found something.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -88,7 +88,7 @@ class _Commands(TyperGroup):
             if ctx.params["debug"] or isinstance(error, BrokenPipeError):
                 raise
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(NOTHING_MEASURED if isinstance(error, NothingToMeasure) else 1) from None
+            raise typer.Exit(NOTHING_MEASURED if isinstance(error, NothingToMeasure) else 2) from None
 
 
 @cache

@@ -142,8 +142,8 @@ def _lines(report: LogprobReport) -> Iterator[str]:
     yield f"numeric     {numbers_line(report.numeric)}"
     yield f"id drift    {_drift_line(report.id_drift)}"
     yield f"text drift  {_drift_line(report.text_drift)}"
-    if report.behind_drift.tokens:
-        yield f"after it    {numbers_line(report.behind_drift)}"
+    if report.after_drift.tokens:
+        yield f"after it    {numbers_line(report.after_drift)}"
     if report.if_retokenized is not None:
         yield f"retokenizing would change {_drift_line(report.if_retokenized)}"
     if report.outliers:

@@ -103,7 +103,7 @@ class LogprobReport:
     """Logprob differences of tokens with the recorded id and the recorded context."""
     id_drift: Drift
     text_drift: Drift
-    behind_drift: Numbers
+    after_drift: Numbers
     """Logprob differences of tokens that both sides have, after the first difference in ids."""
     if_retokenized: Drift | None
     """Drift that decoding and retokenizing each trajectory would cause; None without a tokenizer."""
@@ -119,7 +119,7 @@ class LogprobReport:
     @property
     def compared(self) -> int:
         """Number of tokens with a logprob on both sides."""
-        return self.numeric.tokens + self.numeric.not_finite + self.behind_drift.tokens + self.behind_drift.not_finite
+        return self.numeric.tokens + self.numeric.not_finite + self.after_drift.tokens + self.after_drift.not_finite
 
     def failures(self, limits: LogprobLimits) -> list[tuple[str, str]]:
         """Return (channel, message) for each exceeded limit. Channel `rows`: trajectories missing or cut on a side."""
@@ -337,7 +337,7 @@ class _Tally:
             numeric=self._numeric.numbers(),
             id_drift=self._drifts["id drift"],
             text_drift=self._drifts["text drift"],
-            behind_drift=self._after_drift.numbers(),
+            after_drift=self._after_drift.numbers(),
             if_retokenized=self._retokenized,
             outliers=tuple(outlier for _, outlier in self._outliers),
             not_comparable=dict(self._mismatch.not_comparable),

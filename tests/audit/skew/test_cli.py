@@ -69,7 +69,7 @@ def test_the_page_holds_the_findings_and_loads_nothing(skewed: Path, tmp_path: P
 
 def test_unwritable_page_is_refused_before_measuring(skewed: Path, tmp_path: Path) -> None:
     done = run.invoke(app, ["audit", str(MODEL), str(skewed), "--json", "--html", str(tmp_path / "none" / "a.html")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "does not exist; create it" in done.stderr
     assert done.stdout == ""
 
@@ -94,7 +94,7 @@ def test_invalid_requests_exit_with_2(arguments: list[str], message: str) -> Non
 def test_unreadable_tokenizer_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     done = run.invoke(app, ["audit", str(MODEL), str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "error:" in done.stderr
 
 
