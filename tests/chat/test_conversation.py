@@ -192,3 +192,30 @@ def test_messages_that_are_no_list_of_dictionaries_are_refused(renderer: Rendere
     conversation.add_completion(sampled(renderer, "five"))
     with pytest.raises(InvalidRequest, match="expected a list of dictionaries"):
         conversation.add_messages(messages)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([-1.0], r"shape \[1\], expected one per id: \[5\]"),
+        ([-1.0, -1.0, float("nan"), -1.0, -1.0], "not finite or above 0"),
+        ([-1.0, -1.0, 0.5, -1.0, -1.0], "not finite or above 0"),
+    ],
+)
+def test_logprobs_that_can_not_be_the_engine_s_are_refused(
+    renderer: Renderer, logprobs: list[float], message: str
+) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    with pytest.raises(InvalidRequest, match=message):
+        conversation.add_completion(sampled(renderer, "five"), logprobs=logprobs)
+    assert len(conversation.messages) == 1
+    conversation.add_completion(sampled(renderer, "five"), logprobs=[-1.0] * 5)
+
+
+def test_a_copy_keeps_its_own_logprobs(renderer: Renderer) -> None:
+    conversation = Conversation(renderer, [QUESTION])
+    other = conversation.copy()
+    conversation.add_completion(sampled(renderer, "five"), logprobs=[-1.0] * 5)
+    other.add_completion(sampled(renderer, "five"), logprobs=[-2.0] * 5)
+    assert conversation.logprobs[conversation.loss_mask].tolist() == [-1.0] * 5
+    assert other.logprobs[other.loss_mask].tolist() == [-2.0] * 5

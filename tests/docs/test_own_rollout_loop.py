@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tokentape.demo import MODEL
+from tokentape.training._logprob_check import LogprobLimits, check_logprobs, forward_pass
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -25,17 +26,21 @@ TOOL = {
 def test_the_loop_keeps_what_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = dict(re.findall(r"<!-- executed by [\w/.]+: (\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
     names: dict[str, object] = {}
-    for name in ("loop", "arrays"):
+    for name in ("loop", "arrays", "trained"):
         exec(blocks[name].replace("path/to/model", str(MODEL)), names)
     conversation = names["conversation"]
     assert conversation.loss_mask.sum() == len(conversation.sampled[1]) > 0
+    report = check_logprobs([names["trained"]], forward=forward_pass(MODEL))
+    assert (report.numeric.tokens, report.failures(LogprobLimits())) == (conversation.loss_mask.sum(), [])
+    assert names["batch"].loss_mask.sum() == conversation.loss_mask.sum()
 
     completions = []
     sample = names["sample"]
 
-    def recorded(token_ids: object, stop_ids: object) -> list[int]:
-        completions.append(sample(token_ids, stop_ids))
-        return completions[-1]
+    def recorded(token_ids: object, stop_ids: object) -> tuple[list[int], list[float]]:
+        completion, logprobs = sample(token_ids, stop_ids)
+        completions.append(completion)
+        return completion, logprobs
 
     names["sample"] = recorded
     question = [{"role": "user", "content": "What is the price of a lamp?"}]

@@ -101,7 +101,7 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
             reservations.add(KEPT_PARTIAL)
         if turn.logprobs_of and turn.logprobs_of.truncation and turn.sampling.get("supports", "all") != "all":
             reservations.add(NO_SUPPORTS)
-    reservations |= {_of_logprobs(*kind) for kind in kinds.values()}
+    reservations |= {logprobs_reservation(*kind) for kind in kinds.values()}
     if any(UNVERIFIED in engine.split() for engine in engines):
         reservations.add(MODEL_UNVERIFIED)
     if unread:
@@ -110,7 +110,8 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
 
 
 @lru_cache(maxsize=256)
-def _of_logprobs(sampled_from: TokenDistribution | None, logprobs_of: TokenDistribution | None) -> str:
+def logprobs_reservation(sampled_from: TokenDistribution | None, logprobs_of: TokenDistribution | None) -> str:
+    """Return the reservation about logprobs of one distribution for tokens sampled from another, or ""."""
     if sampled_from is None or logprobs_of is None:
         return NOT_KNOWN
     return {True: "", False: OTHER_LOGPROBS, None: NOT_KNOWN}[sampled_from.same_as(logprobs_of)]

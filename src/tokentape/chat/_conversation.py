@@ -17,7 +17,7 @@ from tokentape.chat._reply import Reply
 from tokentape.chat._strategy import choose
 from tokentape.chat._template import check_objects, with_argument_objects
 from tokentape.errors import InvalidRequest, TemplateRefused
-from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool
+from tokentape.types import Codes, Logprobs, Message, Provenance, Setup, TokenIds, Tool
 
 _NEW_CONVERSATION = "create a new conversation with all messages and `sampled=conversation.sampled`"
 
@@ -60,14 +60,16 @@ class Conversation:
         self.sampled: dict[int, TokenIds] = dict(sampled or {})
         """The sampled ids of replies, by their index in `messages`."""
         self._certificate = load_or_certify(renderer, self.setup.template_kwargs)
-        self._check_bridges = check_bridges
+        self.check_bridges = check_bridges
         self._pieces = [renderer.render(self.messages, self.setup, sampled=self.sampled)]
+        self._logprobs: dict[int, Logprobs] = {}
         self._completion: TokenIds | None = None
 
     def copy(self) -> Self:
         """Return a conversation that continues on its own, for example to sample several completions of one prompt."""
         other = copy(self)
         other.messages, other.sampled, other._pieces = [*self.messages], {**self.sampled}, [*self._pieces]
+        other._logprobs = {**self._logprobs}
         return other
 
     @property
@@ -87,21 +89,49 @@ class Conversation:
         return mask
 
     @property
+    def completions(self) -> list[tuple[int, int, int]]:
+        """For each completion: the index of its reply in `messages`, its first token, and the end of its tokens."""
+        ends = np.cumsum([len(piece.ids) for piece in self._pieces]).tolist()
+        # A prompt, then completions and bridges by turns.
+        return [(n, ends[k], ends[k + 1]) for k, n in zip(range(0, len(ends) - 1, 2), self._logprobs, strict=True)]
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """The logprobs passed to `add_completion`, float32 [tokens]: NaN if none were passed, 0.0 for other tokens."""
+        logprobs = np.zeros(len(self.token_ids), np.float32)
+        for n, start, end in self.completions:
+            logprobs[start:end] = self._logprobs[n]
+        return logprobs
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The ids at which sampling has to stop. The one that was sampled belongs to the completion."""
         return self.renderer.stop_ids(self.setup)
 
-    def add_completion(self, ids: Sequence[int] | TokenIds, stop_strings: Sequence[str] = ()) -> Reply:
+    def add_completion(
+        self,
+        ids: Sequence[int] | TokenIds,
+        stop_strings: Sequence[str] = (),
+        logprobs: Sequence[float] | Logprobs | None = None,
+    ) -> Reply:
         """Append the ids of a completion, as they were sampled, and return the reply that they spell.
 
         Calls without an id get one. A completion that does not end with a stop id counts as truncated, and the next
-        bridge ends the turn. Raises `InvalidRequest` for ids that are not whole numbers, and after another completion.
+        bridge ends the turn. Raises `InvalidRequest` for ids that are not whole numbers, after another completion, and
+        unless `logprobs` has one finite number of at most 0 for each id.
         """
         if self._completion is not None:
             raise InvalidRequest("the last message is a reply: call add_messages before the next add_completion")
         if isinstance(stop_strings, str):
             raise InvalidRequest(f"stop_strings is {stop_strings!r}: expected a list of strings", "stop_strings")
         completion = self.renderer.tokenizer.array(ids).copy()  # the caller may use its array again
+        recorded = np.full(len(completion), np.nan, np.float32) if logprobs is None else np.array(logprobs, np.float32)
+        if recorded.shape != completion.shape:
+            found = list(recorded.shape)
+            raise InvalidRequest(f"logprobs has shape {found}, expected one per id: [{len(completion)}]", "logprobs")
+        # Rounding puts some a little above 0.
+        if logprobs is not None and not (np.isfinite(recorded) & (recorded <= 1e-3)).all():
+            raise InvalidRequest("logprobs has a number that is not finite or above 0: expected logprobs", "logprobs")
         parser = self.renderer.parser(self.setup, stop_strings, self.token_ids)
         parser.feed(completion.tolist())
         _, reply = parser.finish()
@@ -112,6 +142,7 @@ class Conversation:
         ]
         reply = replace(reply, tool_calls=tuple(named))
         self.sampled[len(self.messages)] = completion
+        self._logprobs[len(self.messages)] = recorded
         message = with_argument_objects(reply.message())
         # Many templates accept a reply without content only if it has calls.
         self.messages.append(message if "tool_calls" in message else {**message, "content": reply.content})
@@ -138,7 +169,7 @@ class Conversation:
             raise TemplateRefused(f"the template rewrites earlier messages before these: {_NEW_CONVERSATION}")
         real = history if strategy == "contextual" else None
         bridge = self.renderer.bridge(self._completion, reply, messages, self.setup, real, self.token_ids)
-        if self._check_bridges:
+        if self.check_bridges:
             check = check_bridge(self.renderer, self.setup, history, reply, messages, self._completion, bridge)
             if check.outcome == "differs":
                 raise TemplateRefused(f"the template's rendering differs from the bridge: {_NEW_CONVERSATION}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokentape._supports import kept_ids
     from tokentape.training._align import align, pieces
     from tokentape.training._collate import Batch, group_advantages, media_arrays, packed, padded, to_torch, with_column
+    from tokentape.training._conversation import conversation_sample
     from tokentape.training._logprob_check import Forward, check_logprobs, forward_pass
     from tokentape.training._proof import prove
     from tokentape.training._samples import (
@@ -47,11 +48,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assembled", "Auxiliary", "Batch", "DropRetries", "Forward", "KeepVerdicts", "MaxLength", "Sample", "StopRule",
-    "TrainingTokenizer", "align", "assemble", "check_logprobs", "codebook", "enlarge_model", "forward_pass",
-    "group_advantages", "kept_ids", "longest_branch", "mean_of_pieces", "media_arrays", "normal", "one_per_leaf",
-    "one_per_turn", "packed", "padded", "pieces", "pieces_of", "prove", "read_samples", "renormalized_logprobs",
-    "sft_sample", "tensorboard_tracker", "to_dataset", "to_torch", "token_adapt", "wandb_tracker", "with_column",
-    "with_distributions", "write_samples",
+    "TrainingTokenizer", "align", "assemble", "check_logprobs", "codebook", "conversation_sample", "enlarge_model",
+    "forward_pass", "group_advantages", "kept_ids", "longest_branch", "mean_of_pieces", "media_arrays", "normal",
+    "one_per_leaf", "one_per_turn", "packed", "padded", "pieces", "pieces_of", "prove", "read_samples",
+    "renormalized_logprobs", "sft_sample", "tensorboard_tracker", "to_dataset", "to_torch", "token_adapt",
+    "wandb_tracker", "with_column", "with_distributions", "write_samples",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__)
