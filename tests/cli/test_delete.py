@@ -60,6 +60,7 @@ def test_sessions_are_deleted_if_all_conditions_apply(
     before = names(data)
     listed = run("delete", data, *conditions)
     assert (listed.exit_code, listed.stdout.split()) == (0, selected)
+    assert ("pass --yes" in listed.stderr) == bool(selected)
     assert names(data) == before
     done = run("delete", data, *conditions, "--yes", "--json")
     assert (done.exit_code, json.loads(done.stdout)["deleted"]) == (0, selected)

@@ -92,43 +92,65 @@ def _retry(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
+    """Return the origin that the client's headers state, or None."""
     client, turn = client_of(branch.turn), branch.turn
-    parent, kind = client.get("parent"), client.get("kind")
+    if (parent := client.get("parent")) and parent != turn.session_id and turn.parent is None:
+        return _from_parent_session(branches, branch, str(parent))
     last = next((other for other in branches.earlier(branch) if _agent(other) == _agent(turn)), None)
-    if parent and parent != turn.session_id and turn.parent is None:
-        # The harness's parent session may be a different session in the record, or be recorded in this session.
-        here = branches.by_client.get(parent, [])
-        here = here[: bisect_left(here, turn.seq, key=lambda other: other.seq)]
-        session = branches.others.get(parent)
-        there = (other for other in reversed(session.turns if session else ()) if other.created_at <= turn.created_at)
-        spawner, named = _spawner(branches, here[::-1] or there, branch)
-        evidence = "header names the parent session" + (", whose tool call has this task" if named else "")
-        role = "side_call" if kind in _SIDE_CALL else "subagent"
-        seq = None if spawner is None else spawner.seq
-        return edge(role, branch, seq, evidence, 1.0, None if here else str(parent))
-    if kind in _SIDE_CALL:
-        before = turn.parent
-        if last is not None:
-            over = _side_call(branches, branch)
-            before = last.seq if over is None else over.parent
-        return None if before is None else edge("side_call", branch, before, f"header says {kind}", 1.0)
-    if turn.parent is None and (kind in _SUBAGENT or client.get("agent")):
-        parent_turns = [other for other in branches.earlier(branch) if _agent(other) == client.get("parent_agent")]
-        if not client.get("parent_agent") and kind not in _SUBAGENT:
-            # Codex's first agent also has an id.
-            parent_turns = [
-                other for other in parent_turns if client.get("session", "") == client_of(other).get("session")
-            ]
-        if last is None and parent_turns:
-            spawn, named = _spawner(branches, parent_turns, branch)
-            if not named or spawn is None:
-                spawn = next((other for other in parent_turns if branches.arguments(other)), parent_turns[0])
-            evidence = "header names another agent" + (", a tool call has its task" if named else "")
-            return edge("subagent", branch, spawn.seq, evidence, 1.0)
-    if last is not None and turn.parent is None:
-        (old, number), (thread, now) = _window(last), _window(turn)
-        if client.get("compacted") or (old == thread and number < now):
-            return edge("compaction", branch, last.seq, "header says that the context was compacted", 1.0)
+    if client.get("kind") in _SIDE_CALL:
+        return _named_side_call(branches, branch, last)
+    if turn.parent is not None:
+        return None
+    return _from_another_agent(branches, branch) if last is None else _named_compaction(branch, last)
+
+
+def _from_parent_session(branches: Branches, branch: Branch, parent: str) -> LineageEdge:
+    """Return the origin in the session `parent` of the harness: another session of the record, or this one."""
+    turn = branch.turn
+    here = branches.by_client.get(parent, [])
+    here = here[: bisect_left(here, turn.seq, key=lambda other: other.seq)]
+    session = branches.others.get(parent)
+    there = (other for other in reversed(session.turns if session else ()) if other.created_at <= turn.created_at)
+    spawner, named = _spawner(branches, here[::-1] or there, branch)
+    evidence = "header names the parent session" + (", whose tool call has this task" if named else "")
+    role = "side_call" if client_of(turn).get("kind") in _SIDE_CALL else "subagent"
+    return edge(role, branch, None if spawner is None else spawner.seq, evidence, 1.0, None if here else parent)
+
+
+def _named_side_call(branches: Branches, branch: Branch, last: Turn | None) -> LineageEdge | None:
+    """Return the origin of a side call: the agent's `last` turn, or the turn that its messages repeat."""
+    before = branch.turn.parent
+    if last is not None:
+        over = _side_call(branches, branch)
+        before = last.seq if over is None else over.parent
+    kind = client_of(branch.turn).get("kind")
+    return None if before is None else edge("side_call", branch, before, f"header says {kind}", 1.0)
+
+
+def _from_another_agent(branches: Branches, branch: Branch) -> LineageEdge | None:
+    """Return the origin of an agent's first branch, if its headers say that another agent started it."""
+    client = client_of(branch.turn)
+    is_subagent, parent = client.get("kind") in _SUBAGENT, client.get("parent_agent")
+    if not is_subagent and not client.get("agent"):
+        return None
+    turns = [other for other in branches.earlier(branch) if _agent(other) == parent]
+    if not parent and not is_subagent:
+        # Codex's first agent also has an id.
+        turns = [other for other in turns if client.get("session", "") == client_of(other).get("session")]
+    if not turns:
+        return None
+    spawn, named = _spawner(branches, turns, branch)
+    if not named or spawn is None:
+        spawn = next((other for other in turns if branches.arguments(other)), turns[0])
+    evidence = "header names another agent" + (", a tool call has its task" if named else "")
+    return edge("subagent", branch, spawn.seq, evidence, 1.0)
+
+
+def _named_compaction(branch: Branch, last: Turn) -> LineageEdge | None:
+    """Return the origin `last` of a new context window of the same agent."""
+    (old, number), (thread, now) = _window(last), _window(branch.turn)
+    if client_of(branch.turn).get("compacted") or (old == thread and number < now):
+        return edge("compaction", branch, last.seq, "header says that the context was compacted", 1.0)
     return None
 
 

@@ -68,7 +68,7 @@ def delete(
     else:
         for session_id in selected:
             typer.echo(f"kept {session_id}: {kept[session_id]}" if session_id in kept else session_id)
-        hint = "" if yes else "; pass --yes to delete them"
+        hint = "; pass --yes to delete them" if selected and not yes else ""
         typer.echo(f"selected {len(selected)}, deleted {len(deleted)}{hint}", err=True)
     raise typer.Exit(1 if kept else 0)
 
