@@ -162,6 +162,14 @@ def test_line_without_a_key_is_not_quoted(tmp_path: Path) -> None:
     assert KEY not in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["", "# alice\n\n"])
+def test_keys_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="has no keys; expected lines name=key"):
+        resolve({"keys_file": path}, {}).config.all_keys()
+
+
 def test_secrets_are_not_shown() -> None:
     environ = {env_name(name): f"alice={KEY}" for name in SECRETS}
     resolved = resolve({}, environ)

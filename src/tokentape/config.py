@@ -321,12 +321,16 @@ def settings() -> Mapping[str, Setting]:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Return the API keys in a file with lines `name=key` and `#` comments. Raises `InvalidRequest`."""
+    """Return the API keys in a file with lines `name=key` and `#` comments, at least one. Raises `InvalidRequest`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the keys in {path} can't be read: {_reason(error)}", "keys_file") from None
-    return _named_keys([line for line in lines if line.strip() and not line.lstrip().startswith("#")], str(path))
+    entries = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not entries:
+        # Without keys, every client would have full access.
+        raise InvalidRequest(f"{path} has no keys; expected lines name=key, or start without this file", "keys_file")
+    return _named_keys(entries, str(path))
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -89,20 +89,26 @@ def test_requested_alternatives_are_required_for_each_token() -> None:
 
 
 def test_alternatives_are_sorted_without_impossible_ids() -> None:
-    assert alternatives([(1, -2.0), (2, -0.5), (3, -3.4e38), (4, None)], 5) == ((2, -0.5), (1, -2.0))
-    assert alternatives([(1, -2.0), (2, -0.5)], 1) == ((2, -0.5),)
+    assert alternatives([(1, -2.0), (2, -0.5), (3, -3.4e38), (4, None)], 5, 10) == ((2, -0.5), (1, -2.0))
+    assert alternatives([(1, -2.0), (2, -0.5)], 1, 10) == ((2, -0.5),)
     with pytest.raises(EngineContractError, match="empty"):
-        alternatives([(3, -3.4e38)], 1)
+        alternatives([(3, -3.4e38)], 1, 10)
     with pytest.raises(EngineContractError, match="logits"):
-        alternatives([(3, 4.5)], 1)
+        alternatives([(3, 4.5)], 1, 10)
+
+
+def test_alternatives_in_padding_rows_of_the_embedding_are_left_out() -> None:
+    top = [[(11, -0.1), (1, -2.5), (2, -4.0)]]
+    delta = completion(replace(PARAMS, top_logprobs=2)).delta([1], [-2.5], top)
+    assert delta.top_logprobs == (((1, -2.5), (2, -4.0)),)
 
 
 def test_alternatives_with_more_than_all_probability_are_refused() -> None:
     with pytest.raises(EngineContractError, match=r"sum to 1\.90; expected at most 1"):
-        alternatives([(1, -0.05), (2, -0.05)], 2)
+        alternatives([(1, -0.05), (2, -0.05)], 2, 10)
     # Rounded to bfloat16, and one id twice.
-    assert len(alternatives([(token_id, -2.984375) for token_id in range(20)], 20)) == 20
-    assert len(alternatives([(1, -0.05), (1, -0.05)], 2)) == 2
+    assert len(alternatives([(token_id, -2.984375) for token_id in range(20)], 20, 20)) == 20
+    assert len(alternatives([(1, -0.05), (1, -0.05)], 2, 10)) == 2
 
 
 @pytest.mark.parametrize(("matched", "own_stops"), [(7, False), ("end", False), (7, True)])

@@ -166,6 +166,11 @@ def test_parameters_without_engine_support_can_not_be_pinned(renderer: Renderer,
     Pins.read({"min_p": 0}, {}).check(engine.info)
 
 
+def test_repetition_penalty_that_would_overflow_the_logits_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"repetition_penalty: expected `float` >= 0\.01"):
+        Pins.read({"repetition_penalty": 1e-38}, {})
+
+
 def test_numeric_text_is_read_as_numbers() -> None:
     found = Pins.read({"temperature": "1.5", "top_k": "-1", "stop": "a"}, {"seed": "3"}, strict=False)
     assert found == Pins({"temperature": 1.5, "top_k": 0, "stop": ("a",)}, {"seed": 3})

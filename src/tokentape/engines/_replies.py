@@ -82,8 +82,13 @@ async def whole(deltas: AsyncGenerator[SampleDelta, None]) -> SampleDelta:
         return joined([delta async for delta in deltas])
 
 
-def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest: float = LOWEST) -> Alternatives:
-    """Return the `top` most likely of the (id, log-probability) pairs that a server reports for a position."""
+def alternatives(
+    reported: Sequence[tuple[int, float | None]], top: int, vocab_size: int, lowest: float = LOWEST
+) -> Alternatives:
+    """Return the `top` most likely of the (id, log-probability) pairs that a server reports for a position.
+
+    Ids outside the vocabulary are left out: they are padding rows of the embedding and have no text.
+    """
     pairs = [(token_id, logprob) for token_id, logprob in reported if logprob is not None and logprob > lowest]
     pairs.sort(key=lambda pair: -pair[1])
     if not pairs:
@@ -96,7 +101,7 @@ def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest:
             f"the engine reports alternatives for a token whose probabilities sum to {total:.2f}; expected at most 1. "
             "If these are logits, start vLLM with --logprobs-mode raw_logprobs"
         )
-    return tuple(pairs[:top])
+    return tuple([pair for pair in pairs if pair[0] < vocab_size][:top])
 
 
 def _check_agreement(token_id: int, logprob: float, reported: Sequence[tuple[int, float | None]]) -> None:
@@ -170,7 +175,7 @@ class ReceivedTokens:
                 f"the engine sampled {self.tokens} tokens; expected at most {self.params.max_tokens}"
             )
         self.last_id = ids[-1] if ids else self.last_id
-        best = tuple([alternatives(row, most, self.lowest) for row in top]) if most else ()
+        best = tuple([alternatives(row, most, self.vocab_size, self.lowest) for row in top]) if most else ()
         # With supports, SGLang reports alternatives over the whole vocabulary.
         for row in zip(ids, usable, top if best and not self.params.supports else (), strict=False):
             _check_agreement(*row)
