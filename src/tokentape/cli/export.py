@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import IO, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -86,28 +86,17 @@ def export(
     no other row trains the turn. In ATIF and in a trainer's format, the first remaining row with the turn trains it.
     In a trainer's format a row is a sample, and all samples are kept in memory.
     """
-    unnamed = file_format is None
-    file_format = file_format or ("jsonl" if output.suffix == ".jsonl" else "parquet")
-    if file_format in ("parquet", "jsonl", "atif"):
-        for param, is_set in (("group", group is not None), ("skip_refused", skip_refused)):
-            if is_set:
-                name = param.replace("_", "-")
-                raise InvalidRequest(f"--{name} works only with a trainer format, such as --format verl", param)
+    form = _format_of(output, file_format)
+    for param, is_set in (("group", group is not None), ("skip_refused", skip_refused)):
+        if is_set and form in _OWN_FORMATS:
+            name = param.replace("_", "-")
+            raise InvalidRequest(f"--{name} works only with a trainer format, such as --format verl", param)
     verdicts, role_names = _entries(verdict), _entries(roles)
     check_verdicts(verdicts or ())
     check_roles(role_names or ())
+    refuse_output(output)
     counts = ExportCounts()
     refused: dict[str, str] = {}
-    refuse_output(output)
-    if unnamed and output.suffix not in ("", ".jsonl", ".parquet"):
-        raise InvalidRequest(f"{output} does not end with .jsonl or .parquet; rename it or pass --format", "output")
-    if (output.suffix, file_format) in ((".parquet", "jsonl"), (".parquet", "atif"), (".jsonl", "parquet")):
-        written = "Parquet" if file_format == "parquet" else "JSON lines"
-        raise InvalidRequest(
-            f"--format {file_format} writes {written}, so its name must not end with {output.suffix}: rename {output}, "
-            "or pass a different format",
-            "output",
-        )
     with open_record(location, read_only=True) as store, working("exporting") as status:
         now: StoredSession | None = None
 
@@ -117,31 +106,24 @@ def export(
                 status.update(f"exporting session {number}")
                 yield now
 
+        def current() -> StoredSession:
+            assert now is not None
+            return now
+
         if wait_checks and (unchecked := _wait(store, session)):
             typer.echo(f"{unchecked} bridges are still unchecked: is the gateway running?", err=True)
         extra = store.extra_names(session or None)
         trajectories = exported(with_progress(), extra, verdicts, counts, unread=unread, store=store, roles=role_names)
         with durable_file(output) as file:
-            if file_format == "jsonl":
+            if form == "jsonl":
                 write_jsonl(trajectories, file)
-            elif file_format == "atif":
-                trained = 0
-                for _, branches in groupby(trajectories, lambda trajectory: trajectory.session_id):
-                    earlier: set[int] = set()
-                    for trajectory in branches:
-                        assert now is not None
-                        document = atif_document(now.tree(), now.setups, trajectory, earlier)
-                        file.write(json.dumps(document, allow_nan=False).encode() + b"\n")
-                        trained += sum(
-                            end - start for turn, start, end in trajectory.completions() if turn not in earlier
-                        )
-                        earlier.update(trajectory.turns)
-                counts.trained_tokens = trained
-            elif file_format == "parquet":
+            elif form == "parquet":
                 write_parquet(trajectories, file, extra)
+            elif form == "atif":
+                counts.trained_tokens = _write_atif(trajectories, current, file)
             else:
                 with _advice(skip_refused):
-                    samples, rows, refused = _for_trainer(file_format, trajectories, group, skip_refused=skip_refused)
+                    samples, rows, refused = _for_trainer(form, trajectories, group, skip_refused=skip_refused)
                     write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
                 counts = replace(
                     counts,
@@ -151,22 +133,10 @@ def export(
                 )
     if as_json:
         left_out = {"refused": refused} if skip_refused else {}
-        typer.echo(json.dumps({"file": str(output), "format": file_format, **asdict(counts), **left_out}))
+        typer.echo(json.dumps({"file": str(output), "format": form, **asdict(counts), **left_out}))
     else:
-        typer.echo(
-            f"{output}: sessions {counts.sessions}, trajectories {counts.trajectories}, tokens {counts.tokens}, "
-            f"with loss {counts.trained_tokens}",
-            err=True,
-        )
-        for name, left_out_counts in (("verdict", counts.other_verdicts), ("roles", counts.other_roles)):
-            for value, many in left_out_counts.items():
-                typer.echo(f"left out by --{name}: {many} x {value!r}", err=True)
-        for session_id, why in list(refused.items())[:_SHOWN]:
-            typer.echo(f"left out by --skip-refused: session {session_id!r}: {why}", err=True)
-        if refused:
-            shown = f"; the first {_SHOWN} are shown, --json lists all" if len(refused) > _SHOWN else ""
-            typer.echo(f"left out by --skip-refused: sessions {len(refused)} of {counts.sessions}{shown}", err=True)
-    if group is None and file_format in _GROUPED:
+        _print_counts(output, counts, refused)
+    if group is None and form in _GROUPED:
         typer.echo("without --group each session is its own group; for GRPO, pass --group METADATA_KEY", err=True)
     if counts.other_verdicts and not counts.trajectories:
         typer.echo(f"to export these: --verdict {quote(_filter_for(counts.other_verdicts))}", err=True)
@@ -175,11 +145,59 @@ def export(
 
 _PATIENCE = 60.0
 
+_OWN_FORMATS = ("parquet", "jsonl", "atif")
+"""Formats of trajectories. The others are trainers' formats of samples."""
+
 _GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl")
 """Formats with a group name in each row."""
 
 _SHOWN = 5
 """Largest number of refused sessions to print."""
+
+
+def _format_of(output: Path, file_format: Format | None) -> Format:
+    """Return the format to write. Raises `InvalidRequest` if the file's name says another one."""
+    if file_format is None and output.suffix not in ("", ".jsonl", ".parquet"):
+        raise InvalidRequest(f"{output} does not end with .jsonl or .parquet; rename it or pass --format", "output")
+    form = file_format or ("jsonl" if output.suffix == ".jsonl" else "parquet")
+    if (output.suffix, form) in ((".parquet", "jsonl"), (".parquet", "atif"), (".jsonl", "parquet")):
+        written = "Parquet" if form == "parquet" else "JSON lines"
+        raise InvalidRequest(
+            f"--format {form} writes {written}, so its name must not end with {output.suffix}: rename {output}, "
+            "or pass a different format",
+            "output",
+        )
+    return form
+
+
+def _write_atif(trajectories: Iterable[Trajectory], session: Callable[[], StoredSession], file: IO[bytes]) -> int:
+    """Write a document per trajectory of the current `session()`, and return the number of tokens with loss."""
+    trained = 0
+    for _, branches in groupby(trajectories, lambda trajectory: trajectory.session_id):
+        earlier: set[int] = set()
+        for trajectory in branches:
+            document = atif_document(session().tree(), session().setups, trajectory, earlier)
+            file.write(json.dumps(document, allow_nan=False).encode() + b"\n")
+            trained += sum(end - start for turn, start, end in trajectory.completions() if turn not in earlier)
+            earlier.update(trajectory.turns)
+    return trained
+
+
+def _print_counts(output: Path, counts: ExportCounts, refused: Mapping[str, str]) -> None:
+    """Print on stderr what was exported, what was left out and why."""
+    typer.echo(
+        f"{output}: sessions {counts.sessions}, trajectories {counts.trajectories}, tokens {counts.tokens}, "
+        f"with loss {counts.trained_tokens}",
+        err=True,
+    )
+    for name, left_out in (("verdict", counts.other_verdicts), ("roles", counts.other_roles)):
+        for value, many in left_out.items():
+            typer.echo(f"left out by --{name}: {many} x {value!r}", err=True)
+    for session_id, why in list(refused.items())[:_SHOWN]:
+        typer.echo(f"left out by --skip-refused: session {session_id!r}: {why}", err=True)
+    if refused:
+        shown = f"; the first {_SHOWN} are shown, --json lists all" if len(refused) > _SHOWN else ""
+        typer.echo(f"left out by --skip-refused: sessions {len(refused)} of {counts.sessions}{shown}", err=True)
 
 
 def _entries(text: str | None) -> list[str] | None:
