@@ -197,6 +197,48 @@ def test_block_within_a_block_is_trained_as_by_transformers() -> None:
     assert sft(renderer, CONVERSATIONS["two turns"]).loss_mask.astype(int).tolist() == list(expected["assistant_masks"])
 
 
+MARKING = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}BODY{{- '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+REST = "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}"
+BLOCK = "{%% generation %%}{{- %s }}{%% endgeneration %%}"
+
+
+def marking(body: str) -> Renderer:
+    return Renderer(load_tokenizer("qwen3"), ChatTemplate(MARKING.replace("BODY", body)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{%- if m.role == 'assistant' and loop.last %}" + BLOCK % "m.content + '<|im_end|>'" + REST,
+        "{%- if m.role == 'assistant' %}" + BLOCK % "m.content" + BLOCK % "''" + BLOCK % "'<|im_end|>'" + REST,
+    ],
+    ids=["the last message only", "in parts that follow each other"],
+)
+def test_marks_that_are_not_one_per_message_count_as_in_transformers(body: str) -> None:
+    """The marks used to be ignored, so that messages without marks were trained."""
+    renderer = marking(body)
+    expected = by_transformers(renderer, CONVERSATIONS["two turns"])
+    assert sft(renderer, CONVERSATIONS["two turns"]).loss_mask.astype(int).tolist() == list(expected["assistant_masks"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{%- if m.role == 'assistant' %}" + BLOCK % "m.content" + "!" + BLOCK % "'<|im_end|>'" + REST,
+        BLOCK % "m.content + '<|im_end|>'",
+    ],
+    ids=["several parts", "every role"],
+)
+def test_marks_that_belong_to_no_message_of_their_own_are_refused(body: str) -> None:
+    renderer = marking(body)
+    with pytest.raises(TemplateRefused, match="pass marks=False"):
+        sft(renderer, CONVERSATIONS["two turns"])
+    assert sft(renderer, CONVERSATIONS["two turns"], marks=False).turns == (2, 4)
+
+
 def test_marks_in_the_tool_use_template_are_used_with_tools() -> None:
     source = load_renderer(MARKED[0]).template.source
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(_unmarked(source), source))

@@ -207,15 +207,39 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, 
 
 
 def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
-    """Return the spans of the template's `{% generation %}` blocks; None unless each assistant message has one."""
+    """Return the spans of the template's `{% generation %}` blocks; None if the rendering has none.
+
+    Raises `TemplateRefused` if a block can't be assigned to an assistant message of its own.
+    """
     template = rendered.renderer.template
     if not has_blocks(template.whole_source):
         return None
     renderer, speakers = Renderer(rendered.renderer.tokenizer, with_marks(template)), _speakers(rendered.messages)
     text, ranges = cut_marks(renderer.render_text(rendered.messages, rendered.setup, generate=False))
-    if text != rendered.text or len(ranges) != len(speakers):
+    if text != rendered.text or not ranges:
         return None
-    return [AssistantSpan(n, start, end) for n, (start, end) in zip(speakers, ranges, strict=True)]
+    owners = speakers
+    if len(ranges) != len(speakers):
+        ranges = _joined(ranges)
+        starts = {span.message: span.start for span in find_spans(rendered, speakers)}
+        owners = [max((n for n in speakers if starts[n] <= end), default=-1) for _, end in ranges]
+        if -1 in owners or len({*owners}) < len(owners):
+            raise TemplateRefused(
+                f"the template writes {len(ranges)} {{% generation %}} blocks, expected at most one in each of the "
+                f"{len(speakers)} assistant messages and none elsewhere; pass marks=False to train whole turns"
+            )
+    return [AssistantSpan(n, start, end) for n, (start, end) in zip(owners, ranges, strict=True)]
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges without empty ones, and those that follow each other directly as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        elif start < end:
+            joined.append((start, end))
+    return joined
 
 
 def _starts_after_headers(rendered: RenderedConversation) -> dict[int, int] | None:

@@ -17,7 +17,7 @@ from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.findings import Skew
-from tokentape.audit._skew.parts import same_settings
+from tokentape.audit._skew.parts import byte_level, same_settings
 from tokentape.chat._byte_level import BYTE_OF
 from tokentape.chat._tokenizer_files import from_text
 from tokentape.demo import MODEL
@@ -261,3 +261,165 @@ def test_files_of_processors_that_differ_are_listed_as_not_covered(tmp_path: Pat
     found = audit(tmp_path / "a", tmp_path / "b")
     assert not found.skewed
     assert any(note.startswith("preprocessor_config.json, which differs") for note in found.uncovered)
+
+
+IM_END = "<|im_end|>"
+BYTE_LEVEL = [*(BYTE_OF), "ab", "cd", "abcd", IM_END]
+MERGES = ["a b", "c d", "ab cd"]
+NORMAL, CONTROL, UNUSED, BYTE = 1, 3, 5, 6
+TYPES = [NORMAL] * (len(BYTE_LEVEL) - 1) + [CONTROL]
+
+
+def gguf_file(
+    path: Path,
+    pre: str = "gpt-2",
+    types: list[int] = TYPES,
+    merges: list[str] = MERGES,
+    tokens: list[str] = BYTE_LEVEL,
+    bos: bool = False,
+) -> str:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    for which in ("bos", "eos"):
+        getattr(writer, f"add_{which}_token_id")(tokens.index(IM_END))
+    writer.add_add_bos_token(bos)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return f"gguf:{path}"
+
+
+def json_file(folder: Path, pre: str = "gpt2", **changed: Any) -> str:
+    """Write the tokenizer of `gguf_file` as tokenizer.json."""
+    vocab = {token: n for n, token in enumerate(BYTE_LEVEL) if token != IM_END}
+    token = {"id": len(vocab), "content": IM_END, "special": True, "normalized": False}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip"], False)
+    model = {"type": "BPE", "vocab": vocab, "merges": [merge.split() for merge in MERGES]}
+    spec = {"version": "1.0", "added_tokens": [token | flags], "pre_tokenizer": byte_level(pre), "model": model}
+    spec["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec | changed))
+    return str(folder)
+
+
+def skewed_kinds(a: str, b: str) -> list[list[str]]:
+    """Return the kinds of skew of both directions."""
+    pairs = ((a, b), (b, a))
+    return [[f.kind for f in audit(*pair).findings if f.severity == "skew"] for pair in pairs]
+
+
+def test_a_control_token_of_a_gguf_with_the_type_of_text_is_a_control_token_by_its_name(tmp_path: Path) -> None:
+    """llama.cpp overrides the type of the tokens that end turns."""
+    other = gguf_file(tmp_path / "a.gguf", types=[NORMAL] * len(BYTE_LEVEL))
+    assert skewed_kinds(json_file(tmp_path / "a"), other) == [[], []]
+
+
+def test_of_a_merge_that_a_gguf_lists_twice_the_first_counts(tmp_path: Path) -> None:
+    """The last one counts in `tokenizers`, which would merge `a b` first."""
+    tokens = [*BYTE_OF, "bc", "ab", IM_END]
+    merges = ["b c", "a b", "b c"]
+    side = open_backend(gguf_file(tmp_path / "a.gguf", merges=merges, tokens=tokens, types=TYPES[1:]))
+    assert side.encode(["abc"]) == [[*map(tokens.index, ["a", "bc"])]]
+
+
+def test_a_gguf_merges_to_unused_tokens_and_decodes_them_to_nothing(tmp_path: Path) -> None:
+    """The audit used to refuse the file. llama.cpp 0.5.0 loads it."""
+    unused = [UNUSED if token == "abcd" else kind for token, kind in zip(BYTE_LEVEL, TYPES, strict=True)]
+    side = open_backend(gguf_file(tmp_path / "a.gguf", types=unused))
+    [ids] = side.encode(["abcd"])
+    assert ids == [BYTE_LEVEL.index("abcd")]
+    assert side.decode([ids]) == [""]
+
+
+@pytest.mark.parametrize("kind", [0, UNUSED, BYTE])
+def test_a_token_of_a_gguf_that_llama_cpp_decodes_to_other_text_is_found(tmp_path: Path, kind: int) -> None:
+    types = [kind if token == "ab" else own for token, own in zip(BYTE_LEVEL, TYPES, strict=True)]
+    found = skewed_kinds(json_file(tmp_path / "a"), gguf_file(tmp_path / "a.gguf", types=types))
+    assert found == [["decoder"], ["decoder"]]
+
+
+def test_kimi_is_split_as_in_llama_cpp_which_keeps_words_of_mixed_case(tmp_path: Path) -> None:
+    """llama.cpp 0.5.0 reads a word of letters where the model's own expression splits `abCd` before `C`."""
+    tokens = [*BYTE_OF, "bC", IM_END]
+    side = open_backend(gguf_file(tmp_path / "a.gguf", pre="kimi-k2", merges=["b C"], tokens=tokens, types=TYPES[2:]))
+    assert side.encode(["abCd"]) == [[*map(tokens.index, ["a", "bC", "d"])]]
+
+
+def test_a_split_that_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnusable, match="an unknown split"):
+        open_backend(gguf_file(tmp_path / "a.gguf", pre="gpt2"))
+
+
+def test_whole_words_are_not_skew_if_only_a_control_token_is_no_merge(tmp_path: Path) -> None:
+    """With the GGUF first, the audit used to name `ignore_merges`, because the vocabulary lists the control token."""
+    other = gguf_file(tmp_path / "a.gguf", pre="tekken")
+    assert skewed_kinds(json_file(tmp_path / "a", pre="tekken"), other) == [[], []]
+
+
+def test_bos_of_pairs_of_texts_is_not_compared_with_a_gguf(tmp_path: Path) -> None:
+    bos = {"SpecialToken": {"id": IM_END, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    named = {IM_END: {"id": IM_END, "ids": [len(BYTE_LEVEL) - 1], "tokens": [IM_END]}}
+    unused = {"<unused>": {"id": "<unused>", "ids": [0], "tokens": ["!"]}}
+    post = {"type": "TemplateProcessing", "single": [bos, texts[0]], "pair": [bos, *texts]}
+    ours = json_file(tmp_path / "a", post_processor=post | {"special_tokens": named | unused})
+    assert skewed_kinds(ours, gguf_file(tmp_path / "a.gguf", bos=True)) == [[], []]
+    assert skewed_kinds(ours, gguf_file(tmp_path / "b.gguf")) == [["BOS/EOS"], ["BOS/EOS"]]
+
+
+@pytest.mark.parametrize("changed", [{"lstrip": True}, {"content": "<|other|>"}])
+def test_an_added_token_is_named_if_only_one_vocabulary_lists_it(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """With the GGUF first, the cause used to be unknown."""
+    ours = json_file(tmp_path / "a")
+    spec = json.loads((tmp_path / "a/tokenizer.json").read_text())
+    [token] = spec["added_tokens"]
+    spec["added_tokens"] = [token | changed, token | {"id": token["id"] + 1, "content": "<|z|>"}]
+    (tmp_path / "a/tokenizer.json").write_text(json.dumps(spec))
+    other = gguf_file(tmp_path / "a.gguf", tokens=[*BYTE_LEVEL, "<|z|>"], types=[*TYPES, CONTROL])
+    for found in skewed_kinds(ours, other):
+        assert "unknown" not in found
+        assert "added token" in found
+
+
+def test_tables_that_differ_beside_an_unknown_cause_are_not_said_to_be_unseen(model: Path, tmp_path: Path) -> None:
+    changed = proto(model)
+    rename(changed)
+    (tmp_path / "other.model").write_bytes(changed.SerializeToString())
+    sides = open_backend(str(model)), open_backend(str(tmp_path / "other.model"))
+    sides[0].with_tables = lambda names, other: None  # type: ignore[method-assign]
+    found = audit(*sides).findings
+    assert {finding.probe for finding in found} == {"encode", "facts"}
+    assert not any("no tried input" in finding.cause for finding in found)
+
+
+def test_control_tokens_are_not_decoded_by_libraries_that_write_no_text_for_them(model: Path, tmp_path: Path) -> None:
+    """A GGUF with the pieces of a SentencePiece model used to have skew, because sentencepiece decodes `<s>` to ''."""
+    gguf = pytest.importorskip("gguf")
+    pieces = proto(model).pieces
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.piece for piece in pieces])
+    writer.add_token_scores([piece.score for piece in pieces])
+    writer.add_token_types([piece.type for piece in pieces])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = audit(str(tmp_path / "a.gguf"), str(model)).findings
+    examples = [finding.example for finding in found if finding.probe == "decode"]
+    assert not {(0,), (1,), (2,)} & {*examples}
+
+
+def test_a_renumbered_control_token_is_found_if_a_library_does_not_read_it_in_texts(model: Path) -> None:
+    """Texts with control tokens are not compared with sentencepiece."""
+    side = open_backend(str(model))
+    added = {content: replace(token, id=token.id + 1) for content, token in side.facts.added.items()}
+    other = open_backend(str(model))
+    other.facts = replace(other.facts, added=added, tables={})
+    found = [finding for finding in audit(side, other).findings if finding.severity == "skew"]
+    assert [finding.kind for finding in found] == ["added token"]
+    assert "the id of the added token '<s>' (and of 1 more) is 1 in A and 2 in B" in found[0].cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -182,3 +183,27 @@ def test_clean_report_lists_what_it_does_not_cover() -> None:
     assert any(line.startswith("texts longer than") for line in report.uncovered)
     blocks = [str(block) for block in audit_layout(report).blocks]
     assert any("Not covered" in line and "images" in line for line in blocks)
+
+
+class ReadsMessagesAsText(Unknown):
+    """Encodes messages, and texts, without control tokens, and the rest of the template's text with them."""
+
+    def __init__(self) -> None:
+        literal = SpecBackend("B", {**base(TINY).spec, "added_tokens": []})
+        super().__init__(literal.encode, "native")
+        self.facts = replace(self.facts, added=healthy(TINY).facts.added, abilities=frozenset({"decode", "render"}))
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        message, said = conversation.messages[-1], conversation.messages[-1].get("content")
+        if len(conversation.messages) > 1 or not isinstance(said, str) or conversation.tools:
+            return Rendering(healthy(TINY).render(conversation).ids, None)
+        named = replace(conversation, messages=({**message, "content": "placeholderword"},))
+        before, _, after = (healthy(TINY).render(named).text or "").partition("placeholderword")
+        return Rendering([*plain([before])[0], *self._encode([said])[0], *plain([after])[0]], None)
+
+
+def test_equal_texts_with_control_tokens_on_one_side_show_no_date() -> None:
+    """The finding used to be `the template shows a date: none in A, none in B`."""
+    found = causes(audit(healthy(TINY), ReadsMessagesAsText()))
+    assert "date" not in found
+    assert found["control text"].startswith("A turns message text into control tokens")

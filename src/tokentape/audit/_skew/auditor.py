@@ -238,15 +238,20 @@ class _Run:
             return
         self.progress("decoding")
         texts = battery.by_text(battery.texts())
+        added, unspelled = {**self.a.facts.added, **self.b.facts.added}, set[int]()
         if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
-            texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
+            texts |= dict.fromkeys(added, "control tokens")
+        else:  # sentencepiece and mistral-common decode control tokens to no text
+            unspelled = {token.id for side in (self.a, self.b) for token in side.facts.added.values()}
         listed = list(texts)
         rows = zip(listed, self.a.encode(listed), self.b.encode(listed), strict=True)
         sequences = {tuple(ids_a): texts[text] for text, ids_a, ids_b in rows if ids_a == ids_b and ids_a}
         if not (self.a.is_server or self.b.is_server):
             alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))
             sequences |= {
-                (token_id,): "vocabulary" for token_id in alone if self.a.token(token_id) == self.b.token(token_id)
+                (token_id,): "vocabulary"
+                for token_id in alone
+                if token_id not in unspelled and self.a.token(token_id) == self.b.token(token_id)
             }
         self.tried["decode"] = len(sequences)
         self.findings += _decode_findings(self.a, self.b, sequences)

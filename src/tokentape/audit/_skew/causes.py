@@ -148,7 +148,7 @@ class TextCauses:
             spec, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
                 if name in self._added:
-                    spec = tokenizer_parts.with_tokens(spec, b, self._added[name])
+                    spec = tokenizer_parts.with_tokens(spec, self._b.facts, self._added[name])
                 else:
                     spec = tokenizer_parts.with_part(spec, name, b)
             try:

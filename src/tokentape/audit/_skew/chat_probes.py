@@ -222,10 +222,6 @@ class ChatProbe:
         a, b = outcomes.a, outcomes.b
         if a.text is not None and b.text is not None:
             return a.text if a.text == b.text else None
-        if a.text is not None:
-            return a.text if self._b.encode([a.text])[0] == b.ids else None
-        if b.text is not None:
-            return b.text if self._a.encode([b.text])[0] == a.ids else None
         for text in filter(None, texts):
             if self._a.encode([text])[0] == a.ids and self._b.encode([text])[0] == b.ids:
                 return text

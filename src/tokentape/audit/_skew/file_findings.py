@@ -58,8 +58,10 @@ def file_findings(
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no tried input shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
-    # A text that the sides decode differently shows a table, but not which one.
-    unseen = "" if any(finding.probe == "decode" for finding in earlier) else "; no tried input shows it"
+    # A finding that names no table may come from one of them.
+    named = {table_words(name, a.facts, b.facts) for name in causes.tables}
+    seen = any(finding.severity == "skew" and finding.cause not in named for finding in earlier)
+    unseen = "" if seen else "; no tried input shows it"
     for name in causes.tables:
         if (cause := table_words(name, a.facts, b.facts)) not in known_causes:
             new.append(Skew(TABLES[name], "facts", f"{cause}{unseen}", _TRAINED, 1))
@@ -82,12 +84,15 @@ def file_notes(a: BackendFacts, b: BackendFacts, findings: Collection[Skew]) -> 
 
 def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Iterator[tuple[Skew, Sequence[str]]]:
     """Yield findings on added tokens and vocabularies, each with the tokens that differ."""
-    if a.spec is None or b.spec is None:
-        return
+    specs_known = a.spec is not None and b.spec is not None
     for difference, tokens in differing_tokens(a, b).items():
+        if not specs_known and (difference != "ids" or (a.tables and b.tables)):
+            continue  # the flags are unknown, a library may list fewer tokens, and tables are compared as such
         # Converters set `special` on tokens that look like control tokens: ids stay equal, decoding hides them.
         marked = a.kind != b.kind and difference.startswith("special=") and "," not in difference
         severity: Severity = "caution" if marked else "skew"
+        if not specs_known and "render" in a.abilities & b.abilities:
+            severity = "caution"  # the renderings, which were compared, show those that matter
         finding = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
         if difference.startswith("special="):
             ids, token = (a.added[tokens[0]].id,), tokens[0]
@@ -95,7 +100,7 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
             shown = [SkewResult(ids, (token,), "" if side.added[token].special else token) for side in (a, b)]
             finding = replace(finding, example=ids, a=shown[0], b=shown[1])
         yield finding, tokens
-    if "vocabulary" in differing:
+    if "vocabulary" in differing and a.spec is not None and b.spec is not None:
         added = {**a.added, **b.added}
         changed = [token for token in changed_entries(_ids(a.spec), _ids(b.spec)) if token not in added]
         if changed:
@@ -106,7 +111,7 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
 
 def _shown(finding: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
     """Add an example to a finding: a token that the sides encode differently, or an id that they decode differently."""
-    if finding.example is not None:
+    if finding.example is not None or a.facts.spec is None or b.facts.spec is None:
         return finding
     texts = tokens if finding.kind == "added token" else ()
     for text, a_ids, b_ids in zip(texts, a.encode(texts), b.encode(texts), strict=True):
@@ -114,7 +119,7 @@ def _shown(finding: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew
             return replace(finding, example=text, a=result(a, a_ids), b=result(b, b_ids))
     if not all("decode" in side.facts.abilities for side in (a, b)):
         return finding
-    tables = [_ids(side.facts.spec or {}) for side in (a, b)]
+    tables = [_ids(spec) for spec in (a.facts.spec, b.facts.spec)]
     ids = {table[token] for table in tables for token in tokens if token in table}
     sequences = [(token_id,) for token_id in sorted(ids & {*tables[0].values()} & {*tables[1].values()})]
     for example, a_text, b_text in zip(sequences, a.decode(sequences), b.decode(sequences), strict=True):

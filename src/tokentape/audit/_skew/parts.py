@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -128,6 +128,9 @@ def _normalized(part: Any, name: str) -> Any:
             return _normalized(byte_level("gpt2"), name)  # the split that is built into ByteLevel
         decoder = name == "decoder"
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
+    if part.get("type") == "TemplateProcessing":
+        ids = {name: token["ids"] for name, token in part["special_tokens"].items()}
+        return {"type": part["type"], **{key: _template_ids(part[key], ids) for key in ("single", "pair")}}
     if part.get("type") == "BertNormalizer" and part.get("strip_accents") is None:
         return {**part, "strip_accents": part.get("lowercase")}
     pattern = part.get("pattern")
@@ -135,6 +138,14 @@ def _normalized(part: Any, name: str) -> Any:
         regex = pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n").replace("\t", r"\t").replace(r"\"", '"')
         return {**part, "pattern": {"Regex": regex}}
     return part
+
+
+def _template_ids(pieces: Any, ids: Mapping[str, Any]) -> Any:
+    """Return the text (`A`) or the ids that each piece of a TemplateProcessing stands for."""
+    if not isinstance(pieces, list):
+        return pieces
+    entries = [next(iter(piece.values()))["id"] for piece in pieces]
+    return [ids[entry] if "SpecialToken" in piece else entry for piece, entry in zip(pieces, entries, strict=True)]
 
 
 _STEPS = {"normalizers", "pretokenizers", "processors", "decoders"}
@@ -200,6 +211,8 @@ def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
     parts = [part_of(side.spec or {}, name) for side in (a, b)]
     if name == "settings":
         return [{**_DEFAULTS, **part} for part in parts]
+    if name == "post_processor" and any("GGUF" in side.kind for side in (a, b)):  # llama.cpp encodes no pairs of texts
+        return [{**part, "pair": None} if isinstance(part, Mapping) and "pair" in part else part for part in parts]
     if name == "vocabulary":
         added = {**a.added, **b.added}
         parts = [
@@ -227,8 +240,16 @@ def same_settings(a: Spec, b: Spec) -> bool:
     if changed == {"ignore_merges"}:
         merges = [part_of(spec, "merges") for spec in (a, b)]
         fewer = min(merges, key=len)
-        return makes_whole_vocabulary(a["model"], fewer) and (merges[0] == merges[1] or same_merges(*merges))
+        whole = all(makes_whole_vocabulary(_looked_up(spec), fewer) for spec in (a, b))
+        return whole and (merges[0] == merges[1] or same_merges(*merges))
     return not changed
+
+
+def _looked_up(spec: Spec) -> Spec:
+    """Return the model without the added tokens in its vocabulary: they are found before words are looked up."""
+    added = {token["content"] for token in spec.get("added_tokens") or () if not token.get("single_word")}
+    vocab = part_of(spec, "vocabulary")
+    return {"vocab": {t: i for t, i in vocab.items() if t not in added} if isinstance(vocab, Mapping) else vocab}
 
 
 _OF_UNKNOWN = {"unk_token", "fuse_unk", "byte_fallback"}
@@ -283,15 +304,16 @@ def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
     return {**spec, "model": model}
 
 
-def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
+def with_tokens(spec: Spec, other: BackendFacts, tokens: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `spec` with the added `tokens` as `other` defines them, or removed if `other` lacks them."""
     unchanged = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
-    others = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
+    others = [asdict(other.added[token]) for token in tokens if token in other.added]
     changed = {**spec, "added_tokens": sorted([*unchanged, *others], key=lambda token: token["id"])}
-    vocab, theirs = spec["model"]["vocab"], other["model"]["vocab"]
+    vocab, theirs = spec["model"]["vocab"], (other.spec or {})["model"]["vocab"]
     if isinstance(vocab, Mapping) and isinstance(theirs, Mapping):
-        # `tokenizers` ignores the id of an added token that is in the vocabulary, or that does not come next.
+        # `tokenizers` ignores the id of an added token that is not in the vocabulary and does not come next.
         own = {token: theirs[token] for token in tokens if token in theirs}
+        own |= {token["content"]: token["id"] for token in others}
         changed["model"] = {**spec["model"], "vocab": {t: i for t, i in vocab.items() if t not in tokens} | own}
     return changed
 

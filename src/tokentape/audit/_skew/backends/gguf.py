@@ -6,7 +6,7 @@ this key it uses its default split, whatever the model was trained with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from tokentape.errors import TokenizerUnusable
 _LLAMA3 = ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"]
 _SPLIT_OF = {
     "default": "llama.cpp default",
-    **dict.fromkeys(["gpt-2", "gpt2"], "gpt2"),
+    "gpt-2": "gpt2",
     **dict.fromkeys([*_LLAMA3, "smaug-bpe", "glm4", "chatglm-bpe", "dbrx"], "cl100k_base"),
     **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"], "qwen2"),
     "qwen35": "qwen3.5",
     **dict.fromkeys(["gpt-4o", "llama4", "kanana2", "talkie"], "o200k_base"),
-    **{name: name for name in ("tekken", "deepseek-v3", "kimi-k2")},
+    **{name: name for name in ("tekken", "deepseek-v3")},
+    "kimi-k2": "llama.cpp kimi-k2",
 }
 """Names of splits by `tokenizer.ggml.pre`, from llama.cpp's llama-vocab.cpp of November 2026."""
 
@@ -40,7 +41,25 @@ _NAMES = {
     "unk_token": "unknown",
     **{f"{token}_token": token for token in ("bos", "eos", "eot", "eom")},
 }
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPELLED = {_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED}
+"""Types of tokens that llama.cpp decodes to their text, and of SentencePiece's tokens also bytes."""
+
+_ALWAYS_CONTROL = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "</s>",
+    "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>",
+}  # fmt: skip
+"""Tokens at which llama.cpp ends turns: it reads them as control tokens, whatever their type in the file."""
+
+
+class GgufBackend(SpecBackend):
+    """A tokenizer.json made from a GGUF file. llama.cpp decodes the ids in `silent` to no text."""
+
+    silent: frozenset[int] = frozenset()
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return super().decode([[number for number in ids if number not in self.silent] for ids in sequences])
 
 
 def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
@@ -80,7 +99,7 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
             raise TokenizerUnusable(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
     ids = {name: _special_id(metadata, which) for name, which in _NAMES.items()}
     source = read_source(options.template) if options.template else metadata.get("chat_template")
-    return SpecBackend(
+    backend = GgufBackend(
         name,
         spec,
         kind=f"GGUF {model}",
@@ -92,6 +111,10 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         notes=notes,
         reopened_as=f"gguf:{path}",
     )
+    spelled = {*_SPELLED, _BYTE} if model == "llama" else _SPELLED
+    kinds = metadata.get("ggml.token_type") or ()
+    backend.silent = frozenset(number for number, kind in enumerate(kinds) if kind not in spelled)
+    return backend
 
 
 def _byte_level_spec(metadata: Mapping[str, Any], split: str, *, whole_words: bool) -> dict[str, Any]:
@@ -99,7 +122,8 @@ def _byte_level_spec(metadata: Mapping[str, Any], split: str, *, whole_words: bo
     model = {
         "type": "BPE",
         "vocab": vocab,
-        "merges": [merge.split(" ", 1) for merge in metadata["ggml.merges"]],
+        # Of a merge that is listed twice, llama.cpp uses the first rank, and `tokenizers` the last.
+        "merges": [merge.split(" ", 1) for merge in dict.fromkeys(metadata["ggml.merges"])],
         "ignore_merges": whole_words,
     }
     return {
@@ -140,17 +164,31 @@ def merges_of(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[st
     """Return merges that make the same pieces as SentencePiece's BPE does by scores, highest score first."""
     merges = []
     for piece, number in vocab.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-scores[number], vocab[left], vocab[right], left, right))
+        for left, right in _cuts(piece, vocab):
+            merges.append((-scores[number], vocab[left], vocab[right], left, right))
     return [[left, right] for _, _, _, left, right in sorted(merges)]
+
+
+def _cuts(piece: str, known: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yield each way to cut a piece into two known ones."""
+    pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+    return (pair for pair in pairs if pair[0] in known and pair[1] in known)
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
     tokens: Sequence[str] = metadata["ggml.tokens"]
-    kinds: Sequence[int] = metadata.get("ggml.token_type") or [1] * len(tokens)
-    vocab = {token: number for number, token in enumerate(tokens) if kinds[number] != _UNUSED}
+    listed: Sequence[int] = metadata.get("ggml.token_type") or [_NORMAL] * len(tokens)
+    kinds = [
+        _CONTROL if token in _ALWAYS_CONTROL and kind != _USER_DEFINED else kind
+        for token, kind in zip(tokens, listed, strict=True)
+    ]
+    # llama.cpp merges to unused tokens too. Those that nothing can merge to only fill the vocabulary up.
+    known = set(tokens)
+    vocab = {
+        token: number
+        for number, token in enumerate(tokens)
+        if kinds[number] != _UNUSED or len(token) == 1 or any(_cuts(token, known))
+    }
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": number, "content": token, "special": kinds[number] != _USER_DEFINED, **flags}
