@@ -229,8 +229,9 @@ def test_marks_that_are_not_one_per_message_count_as_in_transformers(body: str) 
     [
         "{%- if m.role == 'assistant' %}" + BLOCK % "m.content" + "!" + BLOCK % "'<|im_end|>'" + REST,
         BLOCK % "m.content + '<|im_end|>'",
+        "{%- if m.role == 'critic' %}" + BLOCK % "m.content" + REST,
     ],
-    ids=["several parts", "every role"],
+    ids=["several parts", "every role", "no message"],
 )
 def test_marks_that_belong_to_no_message_of_their_own_are_refused(body: str) -> None:
     renderer = marking(body)

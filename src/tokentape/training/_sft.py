@@ -207,17 +207,22 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, 
 
 
 def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
-    """Return the spans of the template's `{% generation %}` blocks; None if the rendering has none.
+    """Return the spans of the template's `{% generation %}` blocks; None if the template has none.
 
-    Raises `TemplateRefused` if a block can't be assigned to an assistant message of its own.
+    Raises `TemplateRefused` if no block has text, or one can't be assigned to an assistant message of its own.
     """
     template = rendered.renderer.template
     if not has_blocks(template.whole_source):
         return None
     renderer, speakers = Renderer(rendered.renderer.tokenizer, with_marks(template)), _speakers(rendered.messages)
     text, ranges = cut_marks(renderer.render_text(rendered.messages, rendered.setup, generate=False))
-    if text != rendered.text or not ranges:
+    if text != rendered.text:
         return None
+    if not any(start < end for start, end in ranges):
+        raise TemplateRefused(
+            "the template's {% generation %} blocks mark no text of this conversation; pass marks=False to train "
+            "whole turns"
+        )
     owners = speakers
     if len(ranges) != len(speakers):
         ranges = _joined(ranges)
