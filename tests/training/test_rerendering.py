@@ -32,7 +32,7 @@ def test_conversation_rendered_as_sampled_has_no_drift(
     (trajectory,) = stored.trajectories()
     assert (report.sequences, report.tokens) == (1, int(trajectory.loss_mask.sum()))
     assert (report.id_drift.sequences, report.text_drift.sequences) == (0, 0)
-    assert (report.numeric.tokens, report.behind_id_drift.tokens) == (report.tokens, 0)
+    assert (report.numeric.tokens, report.after_id_drift.tokens) == (report.tokens, 0)
 
 
 def test_word_sampled_letter_by_letter_is_only_id_drift(
@@ -45,7 +45,7 @@ def test_word_sampled_letter_by_letter_is_only_id_drift(
     assert report.id_drift.tokens >= 3
     assert set(report.id_drift.kinds) == {"ids"}
     assert report.text_drift.sequences == 0
-    assert report.behind_id_drift.tokens == report.tokens - report.id_drift.tokens - report.numeric.tokens > 0
+    assert report.after_id_drift.tokens == report.tokens - report.id_drift.tokens - report.numeric.tokens > 0
 
 
 def test_dropped_reasoning_is_text_drift_and_changes_the_later_context(
@@ -62,7 +62,7 @@ def test_dropped_reasoning_is_text_drift_and_changes_the_later_context(
     assert report.text_drift.kinds == {"reasoning": 1}
     assert report.text_drift.tokens == thought
     assert report.numeric.tokens == 0
-    assert report.behind_text_drift.tokens == report.tokens - thought
+    assert report.after_text_drift.tokens == report.tokens - thought
 
 
 def test_logprobs_are_of_recorded_ids_in_the_new_context(
@@ -80,9 +80,9 @@ def test_logprobs_are_of_recorded_ids_in_the_new_context(
     trajectory = replace(stored, turns=turns).trajectories()[0]
     served = replace(stored, turns=(first, replace(second, logprobs=forward(trajectory.token_ids)[-len(logprobs) :])))
     # The first turn's logprobs are made up, so what its tokens add is the same on both sides.
-    assert check_rerendered([served], renderer, forward).behind_text_drift.mean > report.behind_text_drift.mean + 0.01
+    assert check_rerendered([served], renderer, forward).after_text_drift.mean > report.after_text_drift.mean + 0.01
     with_first = len(first.completion_ids) - report.text_drift.tokens
-    assert report.behind_text_drift.tokens == with_first + len(logprobs)
+    assert report.after_text_drift.tokens == with_first + len(logprobs)
 
 
 def test_conversations_refused_by_the_template_are_counted_separately(renderer: Renderer, store: SqliteStore) -> None:
@@ -96,4 +96,4 @@ def test_without_a_forward_pass_there_are_counts_and_no_numbers(renderer: Render
     stored = played(renderer, store, [(user("Hello"), "Hello you!<|im_end|>")], split=[0])
     report = check_rerendered([stored], renderer)
     assert report.id_drift.tokens >= 3
-    assert report.numeric.tokens == report.behind_id_drift.tokens == 0
+    assert report.numeric.tokens == report.after_id_drift.tokens == 0

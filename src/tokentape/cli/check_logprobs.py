@@ -168,8 +168,8 @@ def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
         yield f"  {name:<10}  {_drift_line(drift)}"
     for name, numbers in (
         ("numeric", again.numeric),
-        ("after id drift", again.behind_id_drift),
-        ("after text drift", again.behind_text_drift),
+        ("after id drift", again.after_id_drift),
+        ("after text drift", again.after_text_drift),
     ):
         if numbers.tokens:
             yield f"  {name}: {numbers_line(numbers)}"

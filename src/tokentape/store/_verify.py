@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,6 +36,7 @@ from tokentape.store._sqlite import (
 from tokentape.types import RecordedReply, Turn, TurnColumn, TurnPayload
 
 _RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Any]]]
+_RowsOf: TypeAlias = Callable[..., Iterable[Row[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +259,13 @@ class _Check:
                 whole = select(schema.media).where(schema.media.c.sha256 == sha256)
                 decode(schema.media, connection.execute(whole).one())
 
-    def _check_session(
-        self, connection: Connection, head: SessionHead, session_rows: _RowsOfSessions | None = None
-    ) -> None:
-        """Check a session. Its rows are in `session_rows`, or are read from the database if that is None."""
+    def _check_session(self, connection: Connection, head: SessionHead, known: _RowsOfSessions | None = None) -> None:
+        """Check a session. Its rows are in `known`, or are read from the database if that is None."""
         session_id = head.session_id
 
         def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
-            if session_rows is not None and not key:
-                return session_rows[table].get(session_id, ())
+            if known is not None and not key:
+                return known[table].get(session_id, ())
             return _rows(connection, session_id, table, *columns, **key)
 
         row = next(iter(rows(schema.sessions)), None)
@@ -279,44 +278,22 @@ class _Check:
             if row is None:
                 raise StoreCorrupt("its turns exist, but the session does not")
             head.add(decode(schema.sessions, row))
-        for table in (schema.rewards, schema.events, schema.answers):
-            with self._damage_as_findings(session_id):
-                for row in rows(table):
-                    with self._damage_as_findings(session_id):
-                        record = decode(table, row)
-                        head.add(record)
-                        if isinstance(record, RecordedReply) and not {*seqs}.issuperset(record.turns):
-                            raise StoreCorrupt("an answer to a retry names turns that do not exist")
-        columns, payloads = schema.token_columns, schema.token_payloads
-        for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
-            for key in [*rows(table, *names)]:
-                with self._damage_as_findings(session_id):
-                    [row] = rows(table, **{name.name: getattr(key, name.name) for name in names})
-                    record = decode(table, row)
-                    head.add(record)
-                    self._check_per_token(connection, record)
-        digests: dict[int | None, str] = {}
+        self._check_records(head, rows, {*seqs})
+        self._check_token_rows(connection, head, rows)
         media: dict[int, set[str]] = {}
         with self._damage_as_findings(session_id):
             for row in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
                 media.setdefault(row.turn, set()).add(row.sha256)
+        digests: dict[int | None, str] = {}
         for before, seq, turn in zip([-1, *seqs], seqs, listed, strict=False):
             if seq != before + 1:
                 self._add_finding(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
             try:
-                if session_rows is None:
+                if known is None:
                     [row] = rows(schema.turns, seq=seq)
                     turn = decode(schema.turns, row)
                 head.add(turn)
-                self.turns += 1
-                self.tokens += turn.added_ids.size + turn.completion_ids.size
-                for problem in _turn_problems(turn, digests):
-                    self._add_finding(problem, session_id, seq)
-                digests[seq] = turn.digest
-                self._check_setup(connection, turn.setup)
-                expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
-                if media.get(seq, set()) != expected:
-                    self._add_finding("its media references differ from those in its messages", session_id, seq)
+                self._check_turn(connection, turn, digests, media.get(seq, set()))
             except Exception as error:  # entering the context for each turn would cost more than decoding it
                 with self._damage_as_findings(session_id, seq):
                     raise error
@@ -325,6 +302,39 @@ class _Check:
                 head.add_media(turn_seq, sha256, mime)
             # Each database sorts text differently.
             head.parts.get("payloads", []).sort()
+
+    def _check_records(self, head: SessionHead, rows: _RowsOf, seqs: Collection[int]) -> None:
+        """Check a session's rewards, events and answers to retries."""
+        for table in (schema.rewards, schema.events, schema.answers):
+            with self._damage_as_findings(head.session_id):
+                for row in rows(table):
+                    with self._damage_as_findings(head.session_id):
+                        record = decode(table, row)
+                        head.add(record)
+                        if isinstance(record, RecordedReply) and not {*record.turns} <= {*seqs}:
+                            raise StoreCorrupt("an answer to a retry names turns that do not exist")
+
+    def _check_token_rows(self, connection: Connection, head: SessionHead, rows: _RowsOf) -> None:
+        """Check a session's columns and payloads."""
+        columns, payloads = schema.token_columns, schema.token_payloads
+        for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
+            for key in [*rows(table, *names)]:
+                with self._damage_as_findings(head.session_id):
+                    [row] = rows(table, **{name.name: getattr(key, name.name) for name in names})
+                    record = decode(table, row)
+                    head.add(record)
+                    self._check_per_token(connection, record)
+
+    def _check_turn(self, connection: Connection, turn: Turn, digests: dict[int | None, str], media: set[str]) -> None:
+        """Check a turn after those in `digests`, and add its digest to them. `media` are the images that it names."""
+        self.turns += 1
+        self.tokens += turn.added_ids.size + turn.completion_ids.size
+        for problem in _turn_problems(turn, digests):
+            self._add_finding(problem, turn.session_id, turn.seq)
+        digests[turn.seq] = turn.digest
+        self._check_setup(connection, turn.setup)
+        if media != {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}:
+            self._add_finding("its media references differ from those in its messages", turn.session_id, turn.seq)
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
         [row] = _rows(connection, record.session_id, schema.turns, seq=record.turn)

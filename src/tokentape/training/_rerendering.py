@@ -47,9 +47,9 @@ class IfRerendered:
     text_drift: Changed
     numeric: Numbers
     """Tokens before the first difference."""
-    behind_id_drift: Numbers
+    after_id_drift: Numbers
     """Tokens after a difference in ids, before any difference in text."""
-    behind_text_drift: Numbers
+    after_text_drift: Numbers
     """Tokens after a difference in text."""
 
 
@@ -97,8 +97,8 @@ def check_rerendered(
         id_drift=drifts["ids"],
         text_drift=drifts["text"],
         numeric=apart["numeric"].numbers(),
-        behind_id_drift=apart["ids"].numbers(),
-        behind_text_drift=apart["text"].numbers(),
+        after_id_drift=apart["ids"].numbers(),
+        after_text_drift=apart["text"].numbers(),
     )
 
 
