@@ -183,6 +183,12 @@ def test_dependence_on_the_clock_is_detected(monkeypatch: pytest.MonkeyPatch) ->
     assert not certify(load_renderer(QWEN3)).date_dependent
 
 
+def test_dependence_on_a_year_to_come_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    source = JSON_ANSWERS + "{% if strftime_now('%Y') | int > 2040 %}late{% endif %}"
+    assert certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source))).date_dependent
+
+
 def test_unknown_continuation_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = load_renderer(QWEN3)
@@ -346,6 +352,20 @@ def test_reasoning_that_only_a_word_of_a_new_message_drops_is_not_append_only(mo
     user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_THOUGHT_AFTER))).continuation("user/no-tools")
     assert user is not None
     assert (user.append_only, user.counterexample[-1]["content"]) == ("no", "/no_think")
+
+
+JSON_ANSWERS = """{%- for m in messages -%}
+{%- if m.role == 'assistant' and m.content.startswith('{') -%}# {% endif -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_turn_written_otherwise_because_of_its_own_words_is_not_append_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(JSON_ANSWERS))).continuation("user/no-tools")
+    assert user is not None
+    assert (user.strategy, user.append_only, user.counterexample[-2]["content"]) == ("local", "no", "{")
 
 
 BRIEF_BY_SYSTEM = """{%- set ns = namespace(brief=false) -%}{%- for m in messages -%}

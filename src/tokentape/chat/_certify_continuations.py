@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from string import ascii_lowercase
 from typing import TypeAlias, TypeVar
@@ -215,11 +214,14 @@ class Continuations:
                     continue
                 if depends and rewritten is not None:
                     return depends, rewritten
-            # In a new message, the words may change the text before that message.
+            # In a new message, the words may change the text before that message; in the turn, how it is written.
             changed_messages = [
                 (*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)
             ]
-            for later, turn in itertools.product(changed_messages, (reply, thinking)) if rewritten is None else ():
+            tried = [(turn, later) for later in changed_messages for turn in (reply, thinking)]
+            if words:
+                tried.append((self._with(reply, content=words.strip()), new))
+            for turn, later in tried if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
                     conversation = Conversation(shortest, turn, later)
                     note(conversation, self._suffix(conversation))
