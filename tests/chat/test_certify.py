@@ -534,6 +534,21 @@ def test_a_reply_may_merge_with_a_later_prompt_only(at: int, append_only: str, m
     assert len(user.counterexample) == (0 if append_only == "yes" else 2 * at)
 
 
+FRAMED_ONCE = """{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}
+<|im_start|>{{ '>' * ns.n }}{{ '<|box_start|>' if ns.n == 1 }}{{ m.content }}<|im_end|>
+{%- else -%}{%- set ns.n = ns.n + 1 -%}<|im_start|>{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>{{ '>' * ns.n }}{%- endif -%}"""
+
+
+def test_a_reply_may_merge_where_only_earlier_replies_have_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED_ONCE))
+    user = certify(renderer).continuation("user/no-tools")
+    assert user is not None
+    assert user.append_only == "no"
+    assert [message["role"] for message in user.counterexample] == ["user", "assistant"] * 2
+
+
 def test_a_stop_token_within_a_turn_fails_the_parts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     source = (
