@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.chat.conftest import slow_unless
 from tokentape.chat import _tokenizer as tokenizer_module
@@ -78,6 +80,27 @@ def test_list_of_all_added_tokens_makes_none_control() -> None:
     assert Tokenizer(json.dumps(spec).encode(), config).control("<b>") is None
 
 
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "flags": {"added_tokens_decoder": {"3993": {"content": "<|im_end|>", "rstrip": True, "special": True}}},
+    "another token": {"added_tokens_decoder": {"4000": {"content": "<extra>"}}},
+    "special token in the vocabulary": {"eos_token": {"__type": "AddedToken", "content": "unction", "rstrip": True}},
+    "additional special token in the vocabulary": {"additional_special_tokens": ["unction", "<|im_end|>"]},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_configuration_changes_added_tokens_as_in_transformers(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **CONFIGURED[name]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = "x<|im_end|>  y<extra> unknown function unction\n\nz"
+    expected = PreTrainedTokenizerFast.from_pretrained(tmp_path).encode(text, add_special_tokens=False)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode_plain(text) == expected
+    assert tokenizer.encode_marked(tokenizer.mark_controls(text)).ids == expected
+    assert Tokenizer.load(MODEL).encode_plain(text) != expected
+
+
 @pytest.mark.parametrize("content", ["<|box|>", "<\uff5cbox\uff5c>", "<|box>", "<box|>"])
 def test_tokens_between_bars_are_control(content: str) -> None:
     assert tokenizer_of(spec_with({"content": content})).control(content) is not None
@@ -122,6 +145,15 @@ NORMALIZERS: dict[str, dict[str, Any]] = {
 def test_the_twin_keeps_the_flags_of_tokens(flags: str) -> None:
     spec = spec_with(*({**token, **VARIANTS[flags]} for token in (TAG, CALL, BOX)), SPACES)
     assert twin_difference(tokenizer_of(spec, "<call>"), cuts=500) is None
+
+
+def test_control_token_that_is_text_beside_letters_is_refused() -> None:
+    end = json.loads((MODEL / "tokenizer.json").read_bytes())["added_tokens"][2]
+    spec = spec_with()
+    spec["added_tokens"][2] = {**end, "single_word": True}
+    assert end["id"] not in from_text(json.dumps(spec)).encode("It is this<|im_end|>").ids
+    with pytest.raises(TokenizerUnusable, match="single_word to false"):
+        prove_twin(tokenizer_of(spec))
 
 
 @pytest.mark.parametrize("normalizer", [slow_unless(name, "Replace") for name in NORMALIZERS])

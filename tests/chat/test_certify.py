@@ -183,6 +183,12 @@ def test_dependence_on_the_clock_is_detected(monkeypatch: pytest.MonkeyPatch) ->
     assert not certify(load_renderer(QWEN3)).date_dependent
 
 
+def test_dependence_on_a_year_to_come_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    source = JSON_ANSWERS + "{% if strftime_now('%Y') | int > 2040 %}late{% endif %}"
+    assert certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source))).date_dependent
+
+
 def test_unknown_continuation_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     renderer = load_renderer(QWEN3)
@@ -346,6 +352,20 @@ def test_reasoning_that_only_a_word_of_a_new_message_drops_is_not_append_only(mo
     user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_THOUGHT_AFTER))).continuation("user/no-tools")
     assert user is not None
     assert (user.append_only, user.counterexample[-1]["content"]) == ("no", "/no_think")
+
+
+JSON_ANSWERS = """{%- for m in messages -%}
+{%- if m.role == 'assistant' and m.content.startswith('{') -%}# {% endif -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_turn_written_otherwise_because_of_its_own_words_is_not_append_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(JSON_ANSWERS))).continuation("user/no-tools")
+    assert user is not None
+    assert (user.strategy, user.append_only, user.counterexample[-2]["content"]) == ("local", "no", "{")
 
 
 BRIEF_BY_SYSTEM = """{%- set ns = namespace(brief=false) -%}{%- for m in messages -%}
@@ -512,6 +532,21 @@ def test_a_reply_may_merge_with_a_later_prompt_only(at: int, append_only: str, m
     assert user is not None
     assert user.append_only == append_only
     assert len(user.counterexample) == (0 if append_only == "yes" else 2 * at)
+
+
+FRAMED_ONCE = """{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}
+<|im_start|>{{ '>' * ns.n }}{{ '<|box_start|>' if ns.n == 1 }}{{ m.content }}<|im_end|>
+{%- else -%}{%- set ns.n = ns.n + 1 -%}<|im_start|>{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>{{ '>' * ns.n }}{%- endif -%}"""
+
+
+def test_a_reply_may_merge_where_only_earlier_replies_have_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED_ONCE))
+    user = certify(renderer).continuation("user/no-tools")
+    assert user is not None
+    assert user.append_only == "no"
+    assert [message["role"] for message in user.counterexample] == ["user", "assistant"] * 2
 
 
 def test_a_stop_token_within_a_turn_fails_the_parts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

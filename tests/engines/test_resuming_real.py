@@ -115,6 +115,7 @@ class Aborting:
     after: Callable[[str], float] = lambda session: math.inf
     info: EngineInfo = field(init=False)
     aborts: int = 0
+    aborting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.info = self.engine.info
@@ -129,6 +130,7 @@ class Aborting:
             yield delta
             if count >= most and aborting is None and delta.finish_reason is None:
                 aborting = asyncio.create_task(self._abort(request_id))
+                self.aborting.add(aborting)
             self.aborts += delta.finish_reason == "abort"
         if aborting is not None:
             await aborting
@@ -144,6 +146,8 @@ class Aborting:
         await self.engine.check()
 
     async def close(self) -> None:
+        # A reply that ended by itself may leave its task between pause and resume: the server would stay paused.
+        await asyncio.gather(*self.aborting)
         await self.engine.close()
 
 

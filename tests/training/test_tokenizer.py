@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,19 @@ def check_auto_tokenizer(training: TrainingTokenizer, folder: Path) -> None:
 
 def test_auto_tokenizer_loads_the_saved_tokenizer_to_the_same_ids(training: TrainingTokenizer, tmp_path: Path) -> None:
     check_auto_tokenizer(training, tmp_path)
+
+
+def test_saved_tokenizer_keeps_the_flags_of_the_configuration(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    end = {"content": "<|im_end|>", "rstrip": True, "special": True}
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "added_tokens_decoder": {"3993": end}}))
+    training = TrainingTokenizer.load(tmp_path / "model", pad="<|pad|>")
+    training.save(tmp_path / "saved")
+    spaced = "x<|im_end|>  y"
+    again = TrainingTokenizer.load(tmp_path / "saved").tokenizer
+    assert again.encode_plain(spaced) == training.tokenizer.encode_plain(spaced)
+    assert again.encode_plain(spaced) == again.encode_plain("x<|im_end|>y")
 
 
 @pytest.mark.real

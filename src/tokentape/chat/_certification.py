@@ -27,7 +27,7 @@ from tokentape.chat._tokenizer import MARK
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Setup
 
-_DATES = ("2024-01-01", "2025-12-31")
+_DATES = ("2024-01-01", "2049-12-31")
 
 
 def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None) -> Certificate:

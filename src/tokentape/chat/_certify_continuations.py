@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from string import ascii_lowercase
 from typing import TypeAlias, TypeVar
@@ -215,11 +214,14 @@ class Continuations:
                     continue
                 if depends and rewritten is not None:
                     return depends, rewritten
-            # In a new message, the words may change the text before that message.
+            # In a new message, the words may change the text before that message; in the turn, how it is written.
             changed_messages = [
                 (*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)
             ]
-            for later, turn in itertools.product(changed_messages, (reply, thinking)) if rewritten is None else ():
+            tried = [(turn, later) for later in changed_messages for turn in (reply, thinking)]
+            if words:
+                tried.append((self._with(reply, content=words.strip()), new))
+            for turn, later in tried if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
                     conversation = Conversation(shortest, turn, later)
                     note(conversation, self._suffix(conversation))
@@ -249,14 +251,15 @@ class Continuations:
         The reply is the rest of a vocabulary entry that begins with the prompt's last characters. If a prompt ends with
         the caller's text, any last characters are possible.
         """
-        tokenizer = self._renderer.tokenizer
-        if self._renderer.format(self._setup).content_open:
-            return
+        tokenizer, framed = self._renderer.tokenizer, bool(self._renderer.format(self._setup).content_open)
         questions, text = [history, *self._with_other_ends(history)], history[-1]["content"]
         if self._marked(history, generate=True).endswith(text):
             questions += [(*history[:-1], {**history[-1], "content": f"{text} {end}"}) for end in ascii_lowercase]
         for question in questions:
             prompt = self._marked(question, generate=True)
+            answered = (*question, grammar.TURNS["content"])
+            if framed and prompt + answered[-1]["content"] not in self._marked(answered, generate=False):
+                continue  # The model writes the content's frame first. Some templates have it only before some turns.
             ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
             ids = tokenizer.encode_marked(prompt).ids
             for end in ends:

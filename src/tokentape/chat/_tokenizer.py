@@ -37,6 +37,7 @@ from tokentape.chat._tokenizer_files import (
     read_added_tokens,
     read_json,
     renamed_controls,
+    with_configured_tokens,
 )
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
@@ -103,7 +104,10 @@ class Tokenizer:
         named_in: Sequence[str] = (),
         strict_text: bool = False,
     ) -> None:
-        self._spec = json.loads(source.decode())  # like `tokenizers`, accept only UTF-8 without a byte order mark
+        spec = json.loads(source.decode())  # like `tokenizers`, accept only UTF-8 without a byte order mark
+        self._spec = with_configured_tokens(spec, config)
+        if self._spec is not spec:
+            source = json.dumps(self._spec).encode()
         self.config = config
         self.sha256 = hashlib.sha256(source).hexdigest()
         self.strict_text = strict_text

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,37 @@ def _token_text(value: Any) -> str | None:
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens named in a tokenizer_config.json, as {key: token}."""
     return {key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None}
+
+
+def with_configured_tokens(spec: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parsed tokenizer.json with the added tokens that transformers makes of it and a tokenizer_config.json.
+
+    `added_tokens_decoder` replaces the flags of added tokens and adds others. A special token that is only an entry of
+    the vocabulary becomes an added token too. If nothing changes, `spec` itself is returned.
+    """
+    own: dict[str, Mapping[str, Any]] = {}
+    for token in spec.get("added_tokens", []):
+        own.setdefault(token["content"], token)
+    tokens, vocab = dict(own), spec["model"]["vocab"]
+    decoder = config.get("added_tokens_decoder") or {}
+    for number in sorted(decoder, key=int):
+        token_id = own.get(decoder[number]["content"], {"id": int(number)})["id"]
+        tokens[decoder[number]["content"]] = _described(decoder[number], token_id)
+    ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
+    lists = (config.get(key) or () for key in ("additional_special_tokens", "extra_special_tokens"))
+    for value in (*map(config.get, _SPECIAL_TOKEN_KEYS), *chain.from_iterable(lists)):
+        content = _token_text(value)
+        if content is not None and content in ids and content not in tokens:
+            flags = value if isinstance(value, Mapping) else {"content": content}
+            tokens[content] = _described({**flags, "special": True}, ids[content])
+    return spec if tokens == own else {**spec, "added_tokens": list(tokens.values())}
+
+
+def _described(token: Mapping[str, Any], token_id: int) -> Mapping[str, Any]:
+    """Return an entry of `added_tokens`, with the defaults that transformers has for missing flags."""
+    flags = {flag: token.get(flag, False) for flag in ("single_word", "lstrip", "rstrip", "special")}
+    normalized = token.get("normalized", not flags["special"])
+    return {"id": token_id, "content": token["content"], **flags, "normalized": normalized}
 
 
 def read_json(path: Path) -> dict[str, Any]:

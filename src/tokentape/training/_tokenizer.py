@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tokentape._durable import write_durably
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.chat._tokenizer_files import read_json
+from tokentape.chat._tokenizer_files import read_json, with_configured_tokens
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
 
@@ -150,7 +150,8 @@ class TrainingTokenizer:
 
         The saved class is `PreTrainedTokenizerFast`, because other classes may change what `AutoTokenizer` loads.
         """
-        added = {str(token.pop("id")): token for token in json.loads(self.source)["added_tokens"]}
+        spec = with_configured_tokens(json.loads(self.source), self.tokenizer.config)
+        added = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in spec["added_tokens"]}
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
         files: dict[str, Any] = {
             "tokenizer_config.json": {**self.tokenizer.config, **self.tokenizer.special_tokens, **own},
