@@ -254,6 +254,20 @@ def test_completion_aborted_anywhere_equals_the_uninterrupted_one(
             assert len(cut.turns) == 1
 
 
+def test_engine_is_not_checked_after_a_stop_string_of_an_uninterrupted_call(
+    call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = []
+
+    async def check() -> None:
+        checks.append(True)
+
+    engine = Interrupted(renderer, ids)
+    monkeypatch.setattr(engine, "check", check)
+    assert call(engine, REQUESTS["stop string"]).turn.stop == "o. Th"
+    assert not checks
+
+
 def test_abort_at_the_last_token_keeps_its_finish_reason(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     for sampling in REQUESTS.values():
         whole = call(Interrupted(renderer, ids), sampling).turn

@@ -154,20 +154,20 @@ class CompletionSampler:
                     await self.gate.opened()
                 # A captured call has already passed the gate.
                 with nullcontext() if choice.captured else self.gate.passed(interrupt):
-                    finder = self._stop_finder(choice, choice.ids)
+                    finder = self._stop_finder(choice, choice.ids) if choice.ids else None
                     async with aclosing(self._ask(choice, aborts, finder)) as deltas:
                         async for delta in deltas:
                             check_ids(delta.token_ids, self.vocab_size)
                             if choice.sampling.stop_strings and delta.finish_reason in ("stop", "length"):
                                 self._check_stops(choice, delta)
-                            if choice.part and not finder.passed:
+                            if finder is not None and not finder.passed:
                                 delta = _up_to_stop(delta, finder)
                             event = choice.append(delta)
                             if delta.token_ids or delta.finish_reason != "abort":
                                 yield event
                             if choice.finish_reason is not None:
                                 break
-                    if isinstance(choice.stop, str) and not finder.passed:
+                    if isinstance(choice.stop, str) and finder is not None and not finder.passed:
                         # The call was closed before its end, where the data to check arrive, so check the engine here.
                         await self.engine.check()
             except asyncio.CancelledError:
@@ -261,10 +261,10 @@ class CompletionSampler:
         level = logging.INFO if outcome in ("resumed", "again") else logging.WARNING
         _log.log(level, "%s after %d tokens: %s%s", cause, len(choice.ids), outcome, f" ({why})" if why else "")
 
-    def _ask(self, choice: Choice, aborts: int, finder: SplitStopFinder) -> AsyncGenerator[SampleDelta, None]:
+    def _ask(self, choice: Choice, aborts: int, finder: SplitStopFinder | None) -> AsyncGenerator[SampleDelta, None]:
         """Call the engine; after an abort, for the rest of the completion."""
         ids, params, stream = choice.prompt_ids, choice.sampling, choice.stream
-        if choice.ids:
+        if finder is not None:
             ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])
             params = rest_params(params, len(choice.ids), choice.payloads_due())
             if params.seed is not None:
