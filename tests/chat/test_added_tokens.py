@@ -85,6 +85,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "another token": {"added_tokens_decoder": {"4000": {"content": "<extra>"}}},
     "special token in the vocabulary": {"eos_token": {"__type": "AddedToken", "content": "unction", "rstrip": True}},
     "additional special token in the vocabulary": {"additional_special_tokens": ["unction", "<|im_end|>"]},
+    "named special token in the vocabulary": {"extra_special_tokens": {"image_token": "unction"}},
 }
 
 
@@ -99,6 +100,14 @@ def test_configuration_changes_added_tokens_as_in_transformers(name: str, tmp_pa
     assert tokenizer.encode_plain(text) == expected
     assert tokenizer.encode_marked(tokenizer.mark_controls(text)).ids == expected
     assert Tokenizer.load(MODEL).encode_plain(text) != expected
+
+
+@pytest.mark.parametrize("decoder", [["<a>"], {"7": "<a>"}, {"7": {"special": True}}, {"x": {"content": "<a>"}}])
+def test_unreadable_added_tokens_name_the_configuration(decoder: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    with pytest.raises(TokenizerUnusable, match=r"^added_tokens_decoder in tokenizer_config.json can't be read"):
+        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["<|box|>", "<\uff5cbox\uff5c>", "<|box>", "<box|>"])

@@ -207,6 +207,8 @@ class Tokenizer:
                 named_in=[template.read_text("utf-8", "replace") for template in sorted(folder.glob("**/*.jinja"))],
                 strict_text=strict_text,
             )
+        except TokenizerUnusable:
+            raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise TokenizerUnusable(
                 f"{path} is corrupt or not a tokenizer ({type(error).__name__}: {error}); copy the model folder again"

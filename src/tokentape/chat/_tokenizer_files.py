@@ -95,19 +95,29 @@ def with_configured_tokens(spec: Mapping[str, Any], config: Mapping[str, Any]) -
     """Return a parsed tokenizer.json with the added tokens that transformers makes of it and a tokenizer_config.json.
 
     `added_tokens_decoder` replaces the flags of added tokens and adds others. A special token that is only an entry of
-    the vocabulary becomes an added token too. If nothing changes, `spec` itself is returned.
+    the vocabulary becomes an added token too. If nothing changes, `spec` itself is returned. Raises `TokenizerUnusable`
+    if `added_tokens_decoder` is not of the form that transformers writes.
     """
     own: dict[str, Mapping[str, Any]] = {}
     for token in spec.get("added_tokens", []):
         own.setdefault(token["content"], token)
     tokens, vocab = dict(own), spec["model"]["vocab"]
-    decoder = config.get("added_tokens_decoder") or {}
-    for number in sorted(decoder, key=int):
-        token_id = own.get(decoder[number]["content"], {"id": int(number)})["id"]
-        tokens[decoder[number]["content"]] = _described(decoder[number], token_id)
+    try:
+        listed = sorted((int(key), token) for key, token in (config.get("added_tokens_decoder") or {}).items())
+        tokens |= {
+            token["content"]: _described(token, own.get(token["content"], {"id": number})["id"])
+            for number, token in listed
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise TokenizerUnusable(
+            f"added_tokens_decoder in tokenizer_config.json can't be read ({found}); expected ids as keys, and objects "
+            "with `content` and flags: copy the file again"
+        ) from None
     ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
-    lists = (config.get(key) or () for key in ("additional_special_tokens", "extra_special_tokens"))
-    for value in (*map(config.get, _SPECIAL_TOKEN_KEYS), *chain.from_iterable(lists)):
+    more = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
+    lists = [[*value.values()] if isinstance(value, Mapping) else value for value in more]
+    for value in (*map(config.get, _SPECIAL_TOKEN_KEYS), *chain(*(one for one in lists if isinstance(one, list)))):
         content = _token_text(value)
         if content is not None and content in ids and content not in tokens:
             flags = value if isinstance(value, Mapping) else {"content": content}

@@ -92,7 +92,7 @@ def test_an_added_token_with_a_key_that_is_no_id_differs(tmp_path: Path) -> None
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_check(tmp_path: Path) -> None:
     write_lock(make_lock(MODEL), tmp_path / "tokentape.lock")
     code, stderr = _run("check", tmp_path / "tokentape.lock", _folder(tmp_path, ENDS))
-    assert code == 1, stderr
+    assert code == 2, stderr
     assert "continuing_subword_prefix" in stderr
 
 

@@ -41,6 +41,13 @@ def read_message(message: dict[str, Any]) -> Any:
     return read(messages=[message]).messages[0]
 
 
+def test_tools_that_are_sent_again_are_not_read_again() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    first, second = (read(messages=[{"role": "user", "content": text}], tools=[tool]) for text in "ab")
+    assert first.tools == ({"type": "function", "function": {"name": "f"}},)
+    assert second.tools is first.tools
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

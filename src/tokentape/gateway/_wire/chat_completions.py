@@ -8,12 +8,13 @@ the choices that the protocol leaves open.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from tokentape._canonical import quick_json_in_order
 from tokentape.chat._reply import function_call
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest, UnsupportedParameter
@@ -139,10 +140,9 @@ class ChatCompletions(Dialect):
         sampling = shared.sampling_params(read, context, self.names, max_tokens, read.top_logprobs, **more)
         check_template_kwargs(read.chat_template_kwargs)
         # Keep tools as the caller wrote them: templates print them with all keys, in their order.
-        tool_fields = fields.get("tools", [])
-        check_depth(tool_fields, "tools")
-        tools = tuple(map(_shown, tool_fields)) if with_tools else ()
-        strict = [tool["function"]["name"] for tool in tool_fields if tool["function"].get("strict")]
+        data = quick_json_in_order(fields.get("tools", []))
+        shown, strict = _tools(data) if len(data) <= _CACHED_BYTES else _tools.__wrapped__(data)
+        tools = shown if with_tools else ()
         choice = None if read.tool_choice in ("auto", "none") else read.tool_choice
         rule = shared.call_rule(context, choice, forced, strict if tools else (), parallel=read.parallel_tool_calls)
         turn = TurnRequest(
@@ -170,10 +170,22 @@ class ChatCompletions(Dialect):
         return _messages(read, context)
 
 
-def _shown(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool for the prompt, without `strict`, which is an option for the server."""
-    function = {name: value for name, value in tool["function"].items() if name != "strict"}
-    return {**tool, "function": function}
+_CACHED_BYTES = 1 << 20
+"""Largest JSON of tools to cache, which bounds the memory of the cache."""
+
+
+@lru_cache(maxsize=32)
+def _tools(data: bytes) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """Return the tools in this JSON for the prompt, without the server's option `strict`, and the names with it.
+
+    The result is cached, because an agent sends its tools with every call.
+    """
+    tools = parse_json(data)
+    check_depth(tools, "tools")
+    functions = [tool["function"] for tool in tools]
+    strict = tuple([function["name"] for function in functions if function.get("strict")])
+    bare = [{name: value for name, value in function.items() if name != "strict"} for function in functions]
+    return tuple([{**tool, "function": function} for tool, function in zip(tools, bare, strict=True)]), strict
 
 
 def _unknown_fields(fields: dict[str, Any]) -> Iterator[str]:
