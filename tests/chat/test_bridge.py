@@ -61,6 +61,32 @@ def test_truncated_turn_is_closed_with_a_header_that_is_a_stop_token() -> None:
     assert closing == "<|user|>"
 
 
+TEXT_BEFORE_HEADERS = """{%- for m in messages -%}<|{{ m.role }}|>
+{{ m.content }}{{ ' END OF TURN' if m.role == 'assistant' }}{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    ("completion", "bridge"),
+    [
+        ("hi END OF TURN<|user|>", ""),
+        ("hi EN/D OF TURN<|user|>", ""),
+        ("hi<|user|>", ""),
+        ("hi END OF TURN", "<|user|>"),
+        ("hi", " END OF TURN<|user|>"),
+    ],
+)
+def test_a_sampled_header_is_not_written_again_after_text_that_ends_the_turn(completion: str, bridge: str) -> None:
+    tokenizer = load_renderer("glm4_5/templates/GLM-4.6.jinja").tokenizer
+    renderer = Renderer(tokenizer, ChatTemplate(TEXT_BEFORE_HEADERS))
+    # A slash separates texts that are tokenized apart.
+    ids = [token_id for part in completion.split("/") for token_id in tokenizer.encode_plain(part)]
+    added = renderer.bridge(tokenizer.array(ids), REPLY, [NEXT], setup_for(renderer))
+    assert tokenizer.decode(added.ids.tolist()) == f"{bridge}\nnext<|assistant|>\n"
+
+
 NO_END_OF_TURN = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m.content }}
 {%- if loop.last and m.role == 'assistant' -%}<|endoftext|>{%- endif -%}
 {%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant: {%- endif -%}"""

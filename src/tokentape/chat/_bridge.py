@@ -60,12 +60,16 @@ def trim_to_turn_end(
         last = suffix[ends[-1] : ends[-1] + 2]
         position = min(position for position in ends if suffix.startswith(last, position))
         return _cut(suffix, position, ends_turn=True)
+    header = MARK.search(suffix, len(shared))
+    within = header is not None and header[0] in form.within_turns
+    if header is not None and not within and tokenizer.control_of_mark(header[0]).id == last_id:
+        # The model has sampled the next header. What it sampled before stays, also where the template writes other ids.
+        return _cut(suffix, header.start(), ends_turn=False)
     spelled = form.content_close.last.strip()
     if spelled and spelled in shared:
         # This vocabulary has no token that ends a turn, so the end is text.
-        position = shared.rindex(spelled)
+        position = len(shared[: shared.rindex(spelled)].rstrip())
         return _cut(suffix, position, ends_turn=True)
-    header = MARK.search(suffix, len(shared))
     prompted = MARK.search(close.prompted, min(len(shared), common_prefix(suffix, close.prompted)))
     if header is not None and prompted is not None and header.start() == len(shared) and header[0] == prompted[0]:
         # The token that ends a conversation differs from the token that ends a turn within one (gpt-oss).
@@ -74,7 +78,6 @@ def trim_to_turn_end(
     if header is not None and ends_both and tokenizer.control_of_mark(header[0]).id in eos_ids:
         # At the end of a conversation, the template writes a different text before this token.
         return _cut(suffix, header.start(), ends_turn=True)
-    within = header is not None and header[0] in form.within_turns
     sampled = next((position for position, control in reversed(marks) if control.id == last_id), 0) if within else 0
     if sampled:
         return _cut(suffix, sampled, ends_turn=True)
