@@ -159,7 +159,7 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(model_dir: Path, c
 
 def test_unwritable_page_is_refused_before_counting(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     done = command(model_dir, "--corpus", corpus, "--html", tmp_path / "none" / "a.html")
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "none" in done.stderr
 
 

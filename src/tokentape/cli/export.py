@@ -86,6 +86,7 @@ def export(
     no other row trains the turn. In ATIF and in a trainer's format, the first remaining row with the turn trains it.
     In a trainer's format a row is a sample, and all samples are kept in memory.
     """
+    refuse_output(output)
     form = _format_of(output, file_format)
     for param, is_set in (("group", group is not None), ("skip_refused", skip_refused)):
         if is_set and form in _OWN_FORMATS:
@@ -94,7 +95,6 @@ def export(
     verdicts, role_names = _entries(verdict), _entries(roles)
     check_verdicts(verdicts or ())
     check_roles(role_names or ())
-    refuse_output(output)
     counts = ExportCounts()
     refused: dict[str, str] = {}
     with open_record(location, read_only=True) as store, working("exporting") as status:

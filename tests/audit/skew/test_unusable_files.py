@@ -53,7 +53,7 @@ def test_library_panics_or_ends_the_process(tmp_path: Path, prefix: str) -> None
 @pytest.mark.parametrize("side", ["", pytest.param("auto:", marks=pytest.mark.slow)])
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path: Path, side: str, prefix: str) -> None:
     code, stderr = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
-    assert code == 1, stderr
+    assert code == 2, stderr
     assert f"continuing_subword_prefix is {prefix!r}" in stderr
     assert "Set continuing_subword_prefix to" in stderr
     assert not {"Traceback", "panicked"} & {word for line in stderr.splitlines() for word in line.split()}

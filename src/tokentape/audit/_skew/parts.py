@@ -313,7 +313,8 @@ def with_tokens(spec: Spec, other: BackendFacts, tokens: Sequence[str]) -> dict[
     if isinstance(vocab, Mapping) and isinstance(theirs, Mapping):
         # `tokenizers` ignores the id of an added token that is not in the vocabulary and does not come next.
         own = {token: theirs[token] for token in tokens if token in theirs}
-        own |= {token["content"]: token["id"] for token in others}
+        # All of them: one more entry in the vocabulary would move the ids of those that come next.
+        own |= {token["content"]: token["id"] for token in changed["added_tokens"]}
         changed["model"] = {**spec["model"], "vocab": {t: i for t, i in vocab.items() if t not in tokens} | own}
     return changed
 
