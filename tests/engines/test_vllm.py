@@ -113,6 +113,13 @@ def test_every_sampling_parameter_is_sent_including_defaults(server: FakeVllm) -
     assert body["ignore_eos"] is True
 
 
+@pytest.mark.parametrize(("seed", "sent"), [(-1, 2**63 - 1), (-2, 2**63 - 2), (0, 0), (2**63, 0)])
+def test_no_seed_is_sent_as_minus_one_or_beyond_64_bits(server: FakeVllm, seed: int, sent: int) -> None:
+    open_and_sample(server, replace(PARAMS, seed=seed))
+    (body,) = server.bodies
+    assert body["seed"] == sent
+
+
 def test_the_prompt_is_sent_as_ids_and_the_request_id_as_a_header(server: FakeVllm) -> None:
     open_and_sample(server, api_key="sk-1")
     assert server.bodies[0]["prompt"] == [3, 4, 5]
