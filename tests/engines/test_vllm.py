@@ -651,6 +651,14 @@ def test_an_adapter_is_the_model_of_the_call(server: FakeVllm, scale_out: bool) 
         assert server.bodies[-1]["model"] == (adapter or MODEL)
 
 
+@pytest.mark.parametrize("name", [MODEL, "other-name"])
+def test_a_name_of_the_model_is_no_adapter(server: FakeVllm, name: str) -> None:
+    cards = [{"id": MODEL, "max_model_len": MAX_CONTEXT}, {"id": "other-name"}, {"id": "a", "parent": MODEL}]
+    server.routes["/v1/models"] = JSONResponse({"data": cards})
+    with pytest.raises(InvalidRequest, match="is the model, not a LoRA adapter"):
+        open_and_sample(server, replace(PARAMS, adapter=name))
+
+
 def test_version_that_would_ignore_a_schema_is_refused(server: FakeVllm) -> None:
     server.version = "0.10.2"
     with pytest.raises(UnsupportedParameter, match="json_schema"):
