@@ -200,7 +200,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
         return CheckResult(name, "warn", f"not scored: {len(ids)} tokens exceed the server's {info.max_context}")
     others = [other_ids(ids, renderer.tokenizer.vocab_size, seed) for seed in range(_SAMPLES)]
     try:
-        # One at a time: vLLM 0.32 with adapters on a CPU crashes if several share a batch.
+        # One at a time: vLLM 0.32 with adapters on a CPU crashes if one shares a batch with another call.
         starts = ((row, max(1, len(row) - SCORED_TOKENS)) for row in (ids, *others))
         scored = [await server_scores(http, info, row, start) for row, start in starts]
     except (errors.EngineContractError, errors.InvalidRequest) as error:
