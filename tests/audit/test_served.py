@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.engines.stand_in import StandIn, language_model
+from tokentape.audit import _served
 from tokentape.audit._served import (
     MARGIN,
     SCORED_TOKENS,
@@ -152,6 +153,21 @@ def test_a_plain_text_is_noise_to_a_model_of_other_ids(renderer: Renderer, other
     finding = scored(StandIn(other, language_model(other)), renderer)
     assert finding.status == "fail"
     assert f"at least {MARGIN} expected" in finding.found
+
+
+def test_prompts_are_scored_one_at_a_time(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    running_now, most = 0, 0
+
+    async def score(*args: Any) -> None:
+        nonlocal running_now, most
+        running_now += 1
+        most = max(most, running_now)
+        await asyncio.sleep(0)
+        running_now -= 1
+
+    monkeypatch.setattr(_served, "server_scores", score)
+    scored(StandIn(renderer), renderer)
+    assert most == 1
 
 
 def test_server_without_likelihoods_is_not_scored(renderer: Renderer) -> None:

@@ -178,6 +178,12 @@ def test_honored_parameters_are_sent_under_the_server_s_names(server: FakeServer
     assert (body["logprobs"], body["top_k"]) == (0, -1 if kind == "sglang" else 0)
 
 
+def test_a_negative_seed_is_sent_to_vllm_as_a_positive_one(server: FakeServer) -> None:
+    server.reset(answers("vllm"))
+    sample(server, "vllm", replace(PARAMS, seed=-1))
+    assert server.bodies("/v1/completions")[-1]["seed"] == 2**63 - 1
+
+
 @each_schema
 def test_the_fields_of_vllms_row_are_in_its_schema(schemas: str) -> None:
     assert FIELDS["vllm"] <= set(schema("CompletionRequest", schemas)["properties"])

@@ -64,6 +64,11 @@ def test_greedy_ids_match_generate(engine: TransformersEngine, model: Any) -> No
         assert sample(engine, ids, GREEDY).ids == expected[0, length:].tolist()
 
 
+def test_seeds_that_differ_only_in_sign_sample_different_ids(engine: TransformersEngine) -> None:
+    minus, plus = (sample(engine, prompt(9), replace(WARM, seed=seed)).ids for seed in (-1, 1))
+    assert minus != plus
+
+
 SHAPED = replace(WARM, temperature=0.6, top_p=0.8, top_k=20, min_p=0.01, presence_penalty=1.0, repetition_penalty=1.2)
 
 

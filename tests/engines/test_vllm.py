@@ -113,6 +113,13 @@ def test_every_sampling_parameter_is_sent_including_defaults(server: FakeVllm) -
     assert body["ignore_eos"] is True
 
 
+@pytest.mark.parametrize(("seed", "sent"), [(-1, 2**63 - 1), (-2, 2**63 - 2), (0, 0), (2**63, 0)])
+def test_no_seed_is_sent_as_minus_one_or_beyond_64_bits(server: FakeVllm, seed: int, sent: int) -> None:
+    open_and_sample(server, replace(PARAMS, seed=seed))
+    (body,) = server.bodies
+    assert body["seed"] == sent
+
+
 def test_the_prompt_is_sent_as_ids_and_the_request_id_as_a_header(server: FakeVllm) -> None:
     open_and_sample(server, api_key="sk-1")
     assert server.bodies[0]["prompt"] == [3, 4, 5]
@@ -642,6 +649,14 @@ def test_an_adapter_is_the_model_of_the_call(server: FakeVllm, scale_out: bool) 
         server.bodies.clear()
         open_and_sample(server, replace(PARAMS, adapter=adapter))
         assert server.bodies[-1]["model"] == (adapter or MODEL)
+
+
+@pytest.mark.parametrize("name", [MODEL, "other-name"])
+def test_a_name_of_the_model_is_no_adapter(server: FakeVllm, name: str) -> None:
+    cards = [{"id": MODEL, "max_model_len": MAX_CONTEXT}, {"id": "other-name"}, {"id": "a", "parent": MODEL}]
+    server.routes["/v1/models"] = JSONResponse({"data": cards})
+    with pytest.raises(InvalidRequest, match="is the model, not a LoRA adapter"):
+        open_and_sample(server, replace(PARAMS, adapter=name))
 
 
 def test_version_that_would_ignore_a_schema_is_refused(server: FakeVllm) -> None:

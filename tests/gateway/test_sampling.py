@@ -39,7 +39,7 @@ class Interrupted:
 
     An entry of `aborts` is how much of the completion there is then; one is used up by each call, and a call ends
     by itself if there are none left. It looks for stop strings in what it has sampled itself, and for nothing before
-    `min_tokens`.
+    `min_tokens`. As in vLLM 0.32, the text of a prompt that ends inside a character counts as sampled.
     """
 
     renderer: Renderer
@@ -73,7 +73,9 @@ class Interrupted:
         version = self.versions.pop(0) if self.versions else None
         abort = self.aborts.pop(0) if self.aborts else None
         deltas: list[SampleDelta] = []
-        text, passed = b"", 0
+        text, passed = b"".join(map(self.renderer.tokenizer.token_bytes, prompt_ids.tolist())), 0
+        if not text.decode("utf-8", "replace").endswith("\ufffd"):
+            text = b""
         while True:
             at = before + len(deltas)
             if at == self.stall and first:
@@ -266,6 +268,35 @@ def test_engine_is_not_checked_after_a_stop_string_of_an_uninterrupted_call(
     monkeypatch.setattr(engine, "check", check)
     assert call(engine, REQUESTS["stop string"]).turn.stop == "o. Th"
     assert not checks
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_abort_inside_a_character_does_not_end_at_a_stop_string_of_the_prompt(
+    call: Caller, renderer: Renderer, stream: bool
+) -> None:
+    ids = renderer.tokenizer.encode_plain("one 🍕 two user three<|im_end|>")
+    sampling = SamplingParams(max_tokens=0, stop_strings=("user",))
+    whole = call(Interrupted(renderer, ids), sampling, stream=stream)
+    assert whole.turn.stop == "user"
+    for at in range(1, len(whole.turn.completion_ids)):
+        same(call(Interrupted(renderer, ids, [at]), sampling, stream=stream).turn, whole.turn)
+
+
+def test_prompt_that_ends_inside_a_character_does_not_end_at_its_own_stop_string(
+    call: Caller, renderer: Renderer
+) -> None:
+    prompt = np.array(renderer.tokenizer.encode_plain("user 🍕")[:-1], np.int32)
+    ids = renderer.tokenizer.encode_plain("two user three<|im_end|>")
+    sampling = SamplingParams(max_tokens=0, stop_strings=("user",))
+    request = TurnRequest("s", (), (), {}, sampling, prompt_ids=prompt)
+
+    async def run() -> Turn:
+        turns = Turns(Interrupted(renderer, ids), renderer, call.store)
+        events = [event async for event in run_turn(turns, request)]
+        return next(event.turn for event in events if isinstance(event, TurnDone))
+
+    turn = asyncio.run(run())
+    assert (turn.stop, renderer.tokenizer.decode(turn.completion_ids.tolist())) == ("user", "two user")
 
 
 def test_abort_at_the_last_token_keeps_its_finish_reason(call: Caller, renderer: Renderer, ids: list[int]) -> None:

@@ -47,6 +47,11 @@ def _shared(penalties: bool, temperature: float, truncation: bool, grammar: bool
     return TokenDistribution(penalties, temperature, truncation, grammar)
 
 
+def natural_seed(seed: int | None) -> int | None:
+    """Return the seed modulo 2**63: vLLM reads -1 as no seed and refuses 2**63, `random.Random` ignores the sign."""
+    return None if seed is None else seed % (1 << 63)
+
+
 def mode_of(engine: str) -> str:
     """Return the logprobs mode in `str(EngineInfo)`: the word that ends with `_logprobs`."""
     return next((word for word in engine.split() if word.endswith("_logprobs")), UNKNOWN_MODE)

@@ -49,7 +49,7 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
     if status == 413:
         return TooLarge(f"{answer}: the request is larger than the engine accepts")
     if status in (401, 403):
-        return hopeless(f"{answer}: check the API key")
+        return hopeless(f"{answer}: check the API key, and whether the server still serves this path")
     if status in (429, 502, 503):
         return EngineUnavailable(f"{answer}: it accepts no requests now; try again later")
     if status in (408, 504):

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, Images, SampleDelta, SamplingParams
+from tokentape.engines._distributions import natural_seed
 from tokentape.engines._http import HttpClient, attempt, header_value
 from tokentape.engines._identity import Card, chosen, served_cards
 from tokentape.engines._remote import (
@@ -91,6 +92,8 @@ class _VllmServer:
     """Whether only streamed replies are complete: the Rust frontend of vLLM 0.33 omits usage from whole replies."""
     without: frozenset[str] = frozenset()
     """Fields of `_OPTIONAL` that the server refuses."""
+    models: frozenset[str] = frozenset()
+    """The names of the model itself, which the server would also accept in place of an adapter's."""
 
 
 class VllmEngine(RemoteEngine):
@@ -134,7 +137,8 @@ class VllmEngine(RemoteEngine):
             scoring_paths=("/v1/completions", "/inference/v1/generate"),
         )
         server, info = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
-        return cls(http, info, server, verify_prompt=verify_prompt)
+        models = frozenset(other.id for other in cards if other.parent is None)
+        return cls(http, info, replace(server, models=models), verify_prompt=verify_prompt)
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
@@ -209,7 +213,7 @@ class VllmEngine(RemoteEngine):
             "logprobs": params.top_logprobs,
         }
         body: dict[str, object] = {
-            "model": params.adapter or self.info.model,
+            "model": self._model_of(params),
             "stream": stream,
             "return_token_ids": self._verify_prompt or bool(media),
         }
@@ -241,6 +245,14 @@ class VllmEngine(RemoteEngine):
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": False}
         body |= scheduling_fields(params)
         return msgspec.json.encode(body)
+
+    def _model_of(self, params: SamplingParams) -> str:
+        """Return the server's name of what samples. Raises `InvalidRequest` for an adapter with the model's name."""
+        if params.adapter in self._server.models:
+            raise InvalidRequest(
+                f"{params.adapter!r} is the model, not a LoRA adapter; name an adapter, or none", "adapter"
+            )
+        return params.adapter or self.info.model
 
     async def find_logprobs_mode(self) -> str:
         """See `RemoteEngine.find_logprobs_mode`. This samples one token."""
@@ -375,7 +387,8 @@ def call_headers(unique: str, params: SamplingParams) -> dict[str, str]:
 
 
 def vllm_fields(params: SamplingParams) -> dict[str, object]:
-    own: dict[str, object] = {"min_tokens": params.min_tokens, "top_k": params.top_k, "seed": params.seed}
+    seed = natural_seed(params.seed)
+    own: dict[str, object] = {"min_tokens": params.min_tokens, "top_k": params.top_k, "seed": seed}
     if params.json_schema is not None:
         own["structured_outputs"] = {"json": msgspec.Raw(params.json_schema.encode())}
     elif params.structural_tag is not None:

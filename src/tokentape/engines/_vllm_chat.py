@@ -53,7 +53,7 @@ class VllmChatServer(VllmEngine):
         unique = unique_id(request_id)
         headers = call_headers(unique, params)
         body: dict[str, object] = {
-            "model": params.adapter or self.info.model,
+            "model": self._model_of(params),
             "messages": [_vllm_message(message) for message in messages],
             "chat_template_kwargs": template_kwargs,
             "stream": True,

@@ -37,6 +37,9 @@ _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_pen
 
 _RETRY_SECONDS = 1.0
 
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest character in UTF-8. An id has at least one byte."""
+
 
 def resume_obstacle(params: SamplingParams, engine: EngineInfo) -> str | None:
     """Return a parameter that would change the distribution of a resumed completion; None if no parameter would.
@@ -77,24 +80,32 @@ def rest_params(params: SamplingParams, sampled: int, payloads_from: int | None 
 class SplitStopFinder:
     """Finds stop strings that begin before an abort and end after it, which the engine can't find.
 
-    `spell` returns the bytes of an id. `sampled` are the ids before the abort. Pass each later id to `push`.
+    `spell` returns the bytes of an id. `sampled` are the ids before the abort. Pass each later id to `push`. With
+    `whole` it finds all stop strings, so that the engine need not.
     """
 
     def __init__(
-        self, spell: Callable[[int], bytes], strings: Sequence[str], sampled: Sequence[int], min_tokens: int
+        self,
+        spell: Callable[[int], bytes],
+        strings: Sequence[str],
+        sampled: Sequence[int],
+        min_tokens: int,
+        *,
+        whole: bool = False,
     ) -> None:
         self._spell = spell
+        self.whole = whole and bool(strings)
         self._strings = {string: string.encode() for string in strings}
         self._longest = max(map(len, self._strings.values()), default=1)
         self._count, self._min_tokens = len(sampled), min_tokens
         # Each id has at least one byte, so the last ids suffice.
         self._text = b"".join(map(spell, sampled[max(len(sampled) - self._longest + 1, 0) :]))
-        self._ends = len(self._text) + self._longest - 1
+        self._ends = len(self._text) + self._longest - 1 if sampled else 0
 
     @property
     def passed(self) -> bool:
-        """Whether stop strings that begin before the abort can no longer match."""
-        return not self._strings or len(self._text) >= self._ends
+        """Whether no stop string can begin before the abort any more, and the engine finds the others."""
+        return not self._strings or (not self.whole and len(self._text) >= self._ends)
 
     def push(self, token_id: int) -> str | None:
         """Append an id. Return the stop string that it completes; the earliest if there are several."""
@@ -154,20 +165,21 @@ class CompletionSampler:
                     await self.gate.opened()
                 # A captured call has already passed the gate.
                 with nullcontext() if choice.captured else self.gate.passed(interrupt):
-                    finder = self._stop_finder(choice, choice.ids) if choice.ids else None
+                    finder = self._stop_finder(choice, choice.ids)
                     async with aclosing(self._ask(choice, aborts, finder)) as deltas:
                         async for delta in deltas:
                             check_ids(delta.token_ids, self.vocab_size)
-                            if choice.sampling.stop_strings and delta.finish_reason in ("stop", "length"):
+                            ended = delta.finish_reason in ("stop", "length")
+                            if choice.sampling.stop_strings and ended and not finder.whole:
                                 self._check_stops(choice, delta)
-                            if finder is not None and not finder.passed:
+                            if not finder.passed:
                                 delta = _up_to_stop(delta, finder)
                             event = choice.append(delta)
                             if delta.token_ids or delta.finish_reason != "abort":
                                 yield event
                             if choice.finish_reason is not None:
                                 break
-                    if isinstance(choice.stop, str) and finder is not None and not finder.passed:
+                    if isinstance(choice.stop, str) and not finder.passed:
                         # The call was closed before its end, where the data to check arrive, so check the engine here.
                         await self.engine.check()
             except asyncio.CancelledError:
@@ -250,8 +262,11 @@ class CompletionSampler:
         return choice.finish_reason != "abort"
 
     def _stop_finder(self, choice: Choice, sampled: Sequence[int]) -> SplitStopFinder:
-        sampling = choice.sampling
-        return SplitStopFinder(self.tokenizer.token_bytes, sampling.stop_strings, sampled, sampling.min_tokens)
+        sampling, spell = choice.sampling, self.tokenizer.token_bytes
+        # After a prompt that ends inside a character, vLLM 0.32 finds stop strings in the prompt's text too.
+        tail = [*choice.prompt_ids[-_LONGEST_CHARACTER:].tolist(), *choice.ids][-_LONGEST_CHARACTER:]
+        whole = b"".join(map(spell, tail)).decode("utf-8", "replace").endswith("\ufffd")
+        return SplitStopFinder(spell, sampling.stop_strings, sampled, sampling.min_tokens, whole=whole)
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:
         """Count and log the outcome of an abort. Record it with the turn unless the completion is resumed."""
@@ -261,16 +276,18 @@ class CompletionSampler:
         level = logging.INFO if outcome in ("resumed", "again") else logging.WARNING
         _log.log(level, "%s after %d tokens: %s%s", cause, len(choice.ids), outcome, f" ({why})" if why else "")
 
-    def _ask(self, choice: Choice, aborts: int, finder: SplitStopFinder | None) -> AsyncGenerator[SampleDelta, None]:
+    def _ask(self, choice: Choice, aborts: int, finder: SplitStopFinder) -> AsyncGenerator[SampleDelta, None]:
         """Call the engine; after an abort, for the rest of the completion."""
         ids, params, stream = choice.prompt_ids, choice.sampling, choice.stream
-        if finder is not None:
+        if choice.ids:
             ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])
             params = rest_params(params, len(choice.ids), choice.payloads_due())
             if params.seed is not None:
                 choice.notes.setdefault("resume_seeds", []).append(params.seed)
             # Stream, because the engine would not stop at a stop string that begins before the abort.
             stream = stream or not finder.passed
+        if finder.whole:
+            params, stream = replace(params, stop_strings=()), True
         return choice.sample_ids(ids, params, stream=stream, request_id=_request_id(choice, aborts))
 
 
