@@ -210,3 +210,10 @@ def test_unusable_logprobs_are_named(tmp_path: Path, logprobs: Any, why: str) ->
     (row,) = iter_rows(write(tmp_path / "a.jsonl", [{"ids": [1, 2], "logprobs": logprobs}]))
     assert row.logprobs is None
     assert f"a.jsonl line 1: logprobs: {why}" in row.unread_logprobs
+
+
+def test_rows_can_be_grouped_by_a_column_of_structs(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"ids": [[1, 2]], "task": [{"name": "a"}]}), path)
+    (row,) = iter_rows(path, Columns(by=("task",)))
+    assert row.spans[0].labels["task"] == "{'name': 'a'}"

@@ -180,7 +180,7 @@ def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) 
 
 def _value(scalar: Any) -> Any:
     values = getattr(scalar, "values", None)
-    if values is None:
+    if values is None or callable(values):  # not a list, or a struct with its method
         return scalar.as_py()
     return values.to_pylist() if "string" in str(values.type) else values.to_numpy(zero_copy_only=False)
 
