@@ -47,6 +47,8 @@ _SEQUENCES = 256
 
 _EXPLAINED = 0.9
 
+NOT_FINITE = "the recorded logprob is not a finite number"
+
 _CUTS: tuple[dict[str, Any], ...] = (
     *({"top_p": p} for p in (*(n / 20 for n in range(1, 20)), 0.92, 0.97, 0.98, 0.99, 0.995)),
     *({"top_k": k} for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 30, 32, 40, 50, 64, 100)),
@@ -166,7 +168,7 @@ class Mismatch:
             positions = positions[(positions >= start) & (positions < start + len(scores.logprobs))]
             finite = np.isfinite(trajectory.logprobs[positions])
             if not finite.all():
-                self.not_comparable["the recorded logprob is not a finite number"] += int((~finite).sum())
+                self.not_comparable[NOT_FINITE] += int((~finite).sum())
                 positions = positions[finite]
             if not len(positions):
                 continue
