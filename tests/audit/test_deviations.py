@@ -394,6 +394,21 @@ def test_the_same_change_of_every_logprob_has_no_known_cause(seed: int, by: floa
         assert only(causes(made, recorded, precision="bfloat16")).causes == ("not known",)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("top", [0, VOCABULARY])
+@pytest.mark.parametrize("fault", ["rows", "tokens", "constant"])
+def test_logprobs_of_other_tokens_are_not_called_other_weights(precision: str, top: int, fault: str) -> None:
+    """Regression: rows and tokens that changed places, and a placeholder, were `weights`."""
+    made, random = turns(0), np.random.default_rng(0)
+    right = [turn.logprobs() for turn in made]
+    recorded = {
+        "rows": [*right[1:], right[0]],
+        "tokens": [random.permutation(logprobs) for logprobs in right],
+        "constant": [np.full_like(logprobs, -1.0) for logprobs in right],
+    }[fault]
+    assert only(causes(made, recorded, precision=precision, top=top)).causes == ("not known",)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("start", [0, 10], ids=["weights", "ids"])
 def test_differences_are_not_located_if_most_tokens_are_not_compared(seed: int, start: int) -> None:

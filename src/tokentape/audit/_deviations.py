@@ -22,6 +22,8 @@ _ENOUGH = 8
 """The number of tokens that zeros or a shift need as evidence."""
 _VALUES = 3
 """The number of different logprobs that rounding needs as evidence. By chance, one in thousands is a rounded value."""
+_MANY, _RELATED = 30, 0.3
+"""The number of tokens that a lack of correlation needs as evidence, and the lowest correlation of related logprobs."""
 _SHIFTED = 0.9
 """The share of tokens that a shift must explain."""
 
@@ -273,6 +275,8 @@ class Deviations:
             return ("kernels", "weights"), small
         if self._within * 2 >= broken:
             return ("ids",), f"{self._within} of {broken} sequences agree at first and differ from a later token on"
+        if not self._related():
+            return ("not known",), "the recorded logprobs do not rise with the scored ones, as if of other tokens"
         if others_agree:
             return ("weights",), "the logprobs of the other weight versions agree"
         if clean:
@@ -281,6 +285,19 @@ class Deviations:
             return ("ids", "weights"), f"{where}; the record {record}"
         first = "all sequences differ from their first sampled token on"
         return ("weights",), f"{first}; different ids before that token in all of them would look the same"
+
+    def _related(self) -> bool:
+        """Return True if the recorded logprobs of turns with differences are high where the expected ones are high.
+
+        With other weights or ids before them, the correlation is about 0.5 or higher. Few tokens can't exclude that.
+        """
+        apart = [turn for turn in self._turns if (turn.distance() > self._limits.delta).mean() > self._limits.share]
+        recorded, expected = (np.concatenate(values) for values in list(zip(*apart, strict=True))[:2])
+        telling = ((recorded < -CERTAIN) | (expected < -CERTAIN)) & np.isfinite(expected)
+        recorded, expected = recorded[telling], expected[telling]
+        if len(recorded) < _MANY:
+            return True
+        return bool(np.ptp(recorded) and np.ptp(expected) and np.corrcoef(recorded, expected)[0, 1] > _RELATED)
 
     def _small(self) -> bool:
         """Return True if rounding in bfloat16 explains the size of the differences."""

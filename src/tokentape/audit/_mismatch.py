@@ -240,7 +240,7 @@ class Mismatch:
             return obvious
         # In float32 nothing else fits as exactly. In bfloat16 a temperature may look like a factor.
         scale = scale_cause(group.sequences, grid, self._limits)
-        if scale is not None and (not self._limits.share or scale[0] == ("not known",)):
+        if scale is not None and (not self._limits.share or "not known" in scale[0]):
             return scale
         deviations = Deviations(group.sequences, self._limits)
         unseen = f"{group.skipped} of {group.skipped + group.tokens}" if group.skipped > group.tokens else ""
@@ -265,7 +265,7 @@ class Mismatch:
             return ("not known",), f"{unseen} tokens can't be compared, so where differences begin and end is not known"
         found = self._other_cause(version, group, deviations)
         everywhere = deviations.everywhere or found[0] == ("kernels", "weights")
-        if joined is None or (possible := explaining.possible(everywhere)) is None:
+        if joined is None or "not known" in found[0] or (possible := explaining.possible(everywhere)) is None:
             return found
         both: tuple[Cause, ...] = ("temperature", "truncation") if everywhere else ("truncation",)
         return (*both, *(cause for cause in found[0] if cause not in both)), f"{found[1]}; {possible}"
