@@ -165,7 +165,7 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
         chosen = _chosen(columns, names, str(path))
         selected = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, chosen.leaf) if name]
         selected += chosen.by
-        selected += [name for name in LOGPROB_COLUMNS if name in names][:1]
+        selected += [name for name in LOGPROB_COLUMNS if name in names]
         groups = None if row_group is None else [row_group]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
         for number, row in enumerate(_batches(file, list(dict.fromkeys(selected)), groups), first):
