@@ -24,7 +24,7 @@ from tokentape.audit._premium import (
 )
 from tokentape.chat._renderer import Renderer
 from tokentape.cli import app
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, NothingToMeasure
 
 
 @pytest.fixture
@@ -128,6 +128,14 @@ def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
         list(read_corpus([tmp_path / "a.txt"]))
 
 
+def test_an_empty_file_does_not_leave_a_language_out(corpus: Path) -> None:
+    (corpus / ".gitkeep").touch()
+    assert {line.language for line in read_corpus(corpus)} == {"en", "ru", "ja"}
+    (corpus / "de.txt").write_text("\n \n", encoding="utf-8")
+    with pytest.raises(NothingToMeasure, match=r"de\.txt has no text"):
+        list(read_corpus(corpus))
+
+
 def test_an_empty_corpus_is_refused(renderer: Renderer) -> None:
     with pytest.raises(InvalidRequest, match="no text"):
         measure_premium({"tiny": renderer.tokenizer}, [])
@@ -159,7 +167,7 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(model_dir: Path, c
 
 def test_unwritable_page_is_refused_before_counting(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     done = command(model_dir, "--corpus", corpus, "--html", tmp_path / "none" / "a.html")
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "none" in done.stderr
 
 
