@@ -278,7 +278,7 @@ def test_command_probes_a_gateway_and_resumes(gateway_url: str, model_dir: Path,
 def test_unwritable_page_is_refused_before_any_request(gateway_url: str, model_dir: Path, tmp_path: Path) -> None:
     served = ("--engine", "vllm", "--engine-url", gateway_url, "--max-tokens", 4, "--limit", 1)
     done = command(model_dir, *served, "--html", tmp_path / "none" / "a.html")
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "none" in done.stderr
 
 
