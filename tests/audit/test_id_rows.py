@@ -210,3 +210,18 @@ def test_unusable_logprobs_are_named(tmp_path: Path, logprobs: Any, why: str) ->
     (row,) = iter_rows(write(tmp_path / "a.jsonl", [{"ids": [1, 2], "logprobs": logprobs}]))
     assert row.logprobs is None
     assert f"a.jsonl line 1: logprobs: {why}" in row.unread_logprobs
+
+
+def test_rows_can_be_grouped_by_a_column_of_structs(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"ids": [[1, 2]], "task": [{"name": "a"}]}), path)
+    (row,) = iter_rows(path, Columns(by=("task",)))
+    assert row.spans[0].labels["task"] == "{'name': 'a'}"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_row_without_the_first_column_of_logprobs_has_the_next(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"rows{suffix}", [{"ids": [1, 2], "logprobs": None, "trainer_logprobs": [-1.0, -2.0]}])
+    (row,) = iter_rows(path)
+    assert row.logprobs is not None
+    assert row.logprobs.tolist() == [-1.0, -2.0]

@@ -151,6 +151,13 @@ def test_changed_ids_within_a_completion_are_found(plain: list[Trajectory], mode
     assert cause(compared([*map(change, right)], model)).causes == ("ids",)
 
 
+def test_changed_ids_of_one_weight_version_are_not_called_weights(plain: list[Trajectory], model: Any) -> None:
+    change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]) + 10)
+    later = map(change, recorded(plain[5:], model, RAW, OWN, version="1"))
+    found = cause(compared([*recorded(plain[:5], model, RAW, OWN), *later], model))
+    assert (found.causes, found.weight_version) == (("ids",), "1")
+
+
 def test_changed_ids_before_some_completions_are_found(plain: list[Trajectory], model: Any) -> None:
     change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]) - 8)
     right = recorded(plain, model, RAW, OWN)

@@ -24,7 +24,7 @@ from tokentape.audit._premium import (
 )
 from tokentape.chat._renderer import Renderer
 from tokentape.cli import app
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, NothingToMeasure
 
 
 @pytest.fixture
@@ -126,6 +126,14 @@ def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         list(read_corpus([tmp_path / "a.txt"]))
+
+
+def test_an_empty_file_does_not_leave_a_language_out(corpus: Path) -> None:
+    (corpus / ".gitkeep").touch()
+    assert {line.language for line in read_corpus(corpus)} == {"en", "ru", "ja"}
+    (corpus / "de.txt").write_text("\n \n", encoding="utf-8")
+    with pytest.raises(NothingToMeasure, match=r"de\.txt has no text"):
+        list(read_corpus(corpus))
 
 
 def test_an_empty_corpus_is_refused(renderer: Renderer) -> None:

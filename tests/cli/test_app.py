@@ -12,7 +12,7 @@ import typer.main
 import tokentape
 from tests.cli.conftest import Run
 from tests.processes import Command
-from tokentape.cli import app
+from tokentape.cli import app, main
 from tokentape.errors import StoreError
 
 
@@ -88,6 +88,22 @@ def test_failure_is_a_single_line_on_stderr(run: Run, tmp_path: Path) -> None:
 
 def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
     assert isinstance(run("--debug", "verify", tmp_path).exception, StoreError)
+
+
+@pytest.mark.parametrize("options", [["--debug"], []], ids=["debug", "unexpected"])
+def test_traceback_is_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("a fault")
+
+    monkeypatch.setattr(sys, "argv", ["tokentape", *options, "verify", str(tmp_path)])
+    if not options:
+        monkeypatch.setattr("tokentape.cli.verify.check", fails)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_the_help_has_every_command_once_and_in_a_group(run: Run) -> None:

@@ -217,6 +217,18 @@ def test_trainer_logprobs_are_used_and_nan_is_a_failure(recorded: Sequence[Traje
     assert channels(report) == {"numeric"}
 
 
+def test_tokens_without_a_recorded_logprob_are_counted(recorded: Sequence[Trajectory]) -> None:
+    """Regression: they were in no count."""
+    trajectory = recorded[0]
+    logprobs = trajectory.logprobs.copy()
+    logprobs[np.flatnonzero(trajectory.loss_mask)[:3]] = np.nan
+    row = TrainerRow(None, trajectory.logprobs)
+    key = (trajectory.session_id, trajectory.leaf)
+    report = check_logprobs([replace(trajectory, logprobs=logprobs)], rows={key: row})
+    assert report.not_comparable == {"the recorded logprob is not a finite number": 3}
+    assert report.id_drift.tokens == report.numeric.tokens + 3 == trajectory.loss_mask.sum()
+
+
 def test_comparing_no_tokens_is_a_failure(recorded: Sequence[Trajectory]) -> None:
     report = check_logprobs(recorded, rows={("nobody", 0): TrainerRow(None, np.zeros(1, np.float32))})
     assert (report.sequences, report.unknown) == (0, 1)
@@ -284,9 +296,15 @@ def test_rows_are_read_from_json_lines_and_parquet(tmp_path: Path) -> None:
         (b"{", "line 1 is not JSON"),
         (b"\xff", "line 1 is not JSON"),
         (b"[]", "expected an object"),
+        (b'{"session_id": "a", "leaf": null, "token_ids": [1]}', "expected leaf .* found None"),
+        (b'{"session_id": "a", "leaf": 1.5, "token_ids": [1]}', "expected leaf .* found 1.5"),
+        (b'{"session_id": "a", "leaf": 0, "token_ids": [1.5]}', "token_ids: expected a list of token ids"),
+        (b'{"session_id": "a", "leaf": 0, "token_ids": [1099511627776]}', "token_ids: expected a list of token ids"),
+        (b'{"session_id": "a", "leaf": 0, "trainer_logprobs": ["x"]}', "trainer_logprobs: expected a list of numbers"),
+        (b'{"session_id": "a", "leaf": 0, "trainer_logprobs": 0.5}', "trainer_logprobs: expected a list of numbers"),
     ],
 )
-def test_row_without_values_is_refused(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_row_without_usable_values_is_refused(tmp_path: Path, line: bytes, reason: str) -> None:
     (tmp_path / "t.jsonl").write_bytes(line + b"\n")
     with pytest.raises(InvalidRequest, match=reason):
         read_rows(tmp_path / "t.jsonl")

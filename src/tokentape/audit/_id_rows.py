@@ -165,7 +165,7 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
         chosen = _chosen(columns, names, str(path))
         selected = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, chosen.leaf) if name]
         selected += chosen.by
-        selected += [name for name in LOGPROB_COLUMNS if name in names][:1]
+        selected += [name for name in LOGPROB_COLUMNS if name in names]
         groups = None if row_group is None else [row_group]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
         for number, row in enumerate(_batches(file, list(dict.fromkeys(selected)), groups), first):
@@ -180,7 +180,7 @@ def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) 
 
 def _value(scalar: Any) -> Any:
     values = getattr(scalar, "values", None)
-    if values is None:
+    if values is None or callable(values):  # not a list, or a struct with its method
         return scalar.as_py()
     return values.to_pylist() if "string" in str(values.type) else values.to_numpy(zero_copy_only=False)
 
@@ -191,7 +191,7 @@ def _json_row(line: bytes, columns: Columns, number: int, where: str) -> IdRow:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where} is not JSON: {error}") from None
     if isinstance(value, list):
-        ids = _ids(value, where)
+        ids = read_ids(value, where)
         return IdRow(str(number), ids, (Span(0, len(ids)),))
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{where}: expected an object or a list of ids, found {type(value).__name__}")
@@ -228,8 +228,8 @@ def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
 
 
 def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRow:
-    own = _ids(value.get(columns.ids or ""), where)
-    prompt = _ids(value.get(columns.prompt), where) if columns.prompt else own[:0]
+    own = read_ids(value.get(columns.ids or ""), where)
+    prompt = read_ids(value.get(columns.prompt), where) if columns.prompt else own[:0]
     ids = np.concatenate([prompt, own])
     mask_values = value.get(columns.mask) if columns.mask else None
     mask = None if mask_values is None else _mask(mask_values, f"{where}: {columns.mask}")
@@ -251,7 +251,7 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     row = session if leaf is None else f"{session}:{leaf}"
     provenance = None if mask is None and not len(prompt) else codes
     column = next((column for column in LOGPROB_COLUMNS if value.get(column) is not None), "")
-    logprobs, problem = _logprobs(value.get(column), len(own), len(prompt))
+    logprobs, problem = read_logprobs(value.get(column), len(own), len(prompt))
     return IdRow(
         row,
         ids,
@@ -264,7 +264,7 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     )
 
 
-def _logprobs(values: Any, tokens: int, prompt: int) -> tuple[Logprobs | None, str]:
+def read_logprobs(values: Any, tokens: int, prompt: int) -> tuple[Logprobs | None, str]:
     """Return logprobs for a prompt and `tokens` ids, NaN if missing. Else return None, and what is wrong with them."""
     if values is None:
         return None, ""
@@ -282,7 +282,8 @@ def _logprobs(values: Any, tokens: int, prompt: int) -> tuple[Logprobs | None, s
     return None, f"{shape} for {tokens} ids; expected one number per id"
 
 
-def _ids(value: Any, where: str) -> TokenIds:
+def read_ids(value: Any, where: str) -> TokenIds:
+    """Return a list of integers as ids. Raises `InvalidRequest` for anything else."""
     with suppress(TypeError, ValueError):
         wide = np.asarray(value)
         if wide.ndim == 1 and not len(wide):

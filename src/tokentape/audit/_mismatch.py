@@ -47,6 +47,8 @@ _SEQUENCES = 256
 
 _EXPLAINED = 0.9
 
+NOT_FINITE = "the recorded logprob is not a finite number"
+
 _CUTS: tuple[dict[str, Any], ...] = (
     *({"top_p": p} for p in (*(n / 20 for n in range(1, 20)), 0.92, 0.97, 0.98, 0.99, 0.995)),
     *({"top_k": k} for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 30, 32, 40, 50, 64, 100)),
@@ -104,6 +106,10 @@ class _Group:
     tokens: int = 0
     apart: int = 0
     total: float = 0.0
+    blank: bool = True
+    """True if all recorded logprobs are 0, also those that can't be compared."""
+    skipped: int = 0
+    """The number of tokens that can't be compared, because the engine returns too few alternatives."""
     doubts: list[Doubt] = field(default_factory=list)
     scored: list[tuple[_Tokens, _Tokens | None]] = field(default_factory=list)
 
@@ -162,7 +168,7 @@ class Mismatch:
             positions = positions[(positions >= start) & (positions < start + len(scores.logprobs))]
             finite = np.isfinite(trajectory.logprobs[positions])
             if not finite.all():
-                self.not_comparable["the recorded logprob is not a finite number"] += int((~finite).sum())
+                self.not_comparable[NOT_FINITE] += int((~finite).sum())
                 positions = positions[finite]
             if not len(positions):
                 continue
@@ -175,14 +181,16 @@ class Mismatch:
             if not reliable.all():
                 why = f"{rule}: this engine returns too few alternatives to normalize with"
                 self.not_comparable[why] += int((~reliable).sum())
-            positions, value = positions[reliable], value[reliable]
-            expected[positions], compared[positions] = value, True
-            if before is not None:
-                positions, value = positions[positions < before], value[positions < before]
+            expected[positions[reliable]], compared[positions[reliable]] = value[reliable], True
+            early = slice(None) if before is None else positions < before
+            positions, value, reliable = positions[early], value[early], reliable[early]
             for version, within in _versions(trajectory, positions):
                 group = self._groups.setdefault((version, rule), _Group(rule))
                 group.sampled |= _sampled_with(trajectory, n, sampling)
-                self._count(group, trajectory, positions[within], value[within])
+                group.skipped += int((within & ~reliable).sum())
+                group.blank &= not trajectory.logprobs[positions[within]].any()
+                if (within := within & reliable).any():
+                    self._count(group, trajectory, positions[within], value[within])
         self._numbers.add((expected.astype(np.float64) - trajectory.logprobs)[compared])
         return expected, compared
 
@@ -191,13 +199,14 @@ class Mismatch:
 
     def _count(self, group: _Group, trajectory: Trajectory, positions: npt.NDArray[np.int64], value: Values) -> None:
         recorded = trajectory.logprobs[positions].astype(np.float64)
-        apart = ~(np.abs(recorded - value) <= self._limits.delta)
+        distance = np.abs(recorded - value)
+        apart = ~(distance <= self._limits.delta)
         group.tokens += len(positions)
         group.apart += int(apart.sum())
-        group.total += float(np.abs(recorded - value)[np.isfinite(value)].sum())
+        group.total += float(distance[np.isfinite(value)].sum())
         if len(group.sequences) < _SEQUENCES:
             group.sequences.append(Compared(recorded, value, positions))
-        if apart.any():
+        if apart.any() or distance.mean() > self._limits.mean:
             some = positions[:_TOKENS]
             doubt = Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored, int(apart[:_TOKENS].sum()))
             group.doubts = sorted((*group.doubts, doubt), key=lambda doubt: -doubt.apart)[:_LOOKED_AT]
@@ -227,18 +236,20 @@ class Mismatch:
 
     def _causes_of(self, version: str, group: _Group) -> Found:
         grid = Grid(np.concatenate([turn.recorded for turn in group.sequences]))
-        if (obvious := obvious_cause(group.sequences, grid, self._limits)) is not None:
+        if (obvious := obvious_cause(group.sequences, grid, self._limits, group.blank)) is not None:
             return obvious
         # In float32 nothing else fits as exactly. In bfloat16 a temperature may look like a factor.
         scale = scale_cause(group.sequences, grid, self._limits)
-        if scale is not None and not self._limits.share:
+        if scale is not None and (not self._limits.share or "not known" in scale[0]):
             return scale
         deviations = Deviations(group.sequences, self._limits)
+        unseen = f"{group.skipped} of {group.skipped + group.tokens}" if group.skipped > group.tokens else ""
         if (joined := group.joined(0)) is not None:
             explaining = _Explaining(joined, group, grid, self._limits, self._vocab)
             if (among := group.joined(1)) is not None and explaining.fits(among):
                 return ("truncation",), "the sampler excluded ids that are no tokens, and renormalized"
-            if rules := explaining.rules():
+            # Among few tokens, most of them nearly certain, a truncation with any limit fits too often.
+            if (rules := explaining.rules()) and not (unseen and np.isnan(rules[0].top_p)):
                 causes: list[Cause] = []
                 if other := any(abs(rule.temperature - group.declared.temperature) > 1e-6 for rule in rules):
                     causes.append("temperature")
@@ -250,20 +261,22 @@ class Mismatch:
                 return tuple(causes), f"the recorded logprobs fit {_named(rules)}"
         if scale is not None:
             return scale
+        if unseen:
+            return ("not known",), f"{unseen} tokens can't be compared, so where differences begin and end is not known"
         found = self._other_cause(version, group, deviations)
-        if joined is None or (possible := explaining.possible(deviations.everywhere)) is None:
+        everywhere = deviations.everywhere or found[0] == ("kernels", "weights")
+        if joined is None or "not known" in found[0] or (possible := explaining.possible(everywhere)) is None:
             return found
-        both: tuple[Cause, ...] = ("temperature", "truncation") if deviations.everywhere else ("truncation",)
+        both: tuple[Cause, ...] = ("temperature", "truncation") if everywhere else ("truncation",)
         return (*both, *(cause for cause in found[0] if cause not in both)), f"{found[1]}; {possible}"
 
     def _other_cause(self, version: str, group: _Group, deviations: Deviations) -> Found:
         """Return the cause of differences that no rule explains."""
         if not deviations.lasting:
             return deviations.passing_cause()
-        others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
-        if others and not any(others) and group.apart > group.tokens / 4:
-            return ("weights",), "the logprobs of the other weight versions agree"
-        return deviations.lasting_cause(version != "unknown")
+        others = [sibling for key, sibling in self._groups.items() if key[0] != version and sibling.tokens]
+        agree = bool(others) and not any(sibling.too_far(self._limits) for sibling in others)
+        return deviations.lasting_cause(version != "unknown", agree and group.apart > group.tokens / 4)
 
 
 def _named(rules: Sequence[Rule]) -> str:
@@ -362,14 +375,17 @@ class _Explaining:
         """
         declared, delta = self._group.declared.temperature, self._limits.delta
         temperatures = (declared, *(n / 20 for n in range(6, 41)))
-        # Without a telling token, rounding of the recorded logprobs explains each difference.
-        for temperature in (temperatures if everywhere else (declared,)) if self._telling.any() else ():
+        # Without any, rounding of the recorded logprobs explains the differences.
+        telling = bool(self._telling.any())
+        apart = telling or self._before.mean() > self._limits.mean
+        for temperature in (temperatures if everywhere else (declared,)) if apart else ():
             value, error = self._under(Rule(temperature))
             above = self._tokens.recorded - value
-            error = error + delta + self._slack
-            within = (above >= -error) & (above <= self._most(value, temperature) + error)
-            if (within | ~np.isfinite(error)).mean() >= 1 - self._limits.share - (0.02 if everywhere else 0):
-                few = 2 * (error[self._telling] > 0.3 + delta).sum() > self._telling.sum()
+            outside = np.maximum(-above, above - self._most(value, temperature)) - error - self._slack
+            outside = np.where(np.isfinite(error), np.maximum(outside, 0), 0)
+            within = (outside <= delta).mean() >= 1 - self._limits.share - (0.02 if everywhere else 0)
+            if within and (telling or outside.mean() <= self._limits.mean / 4):
+                few = 2 * (error[self._telling] > 0.3).sum() > self._telling.sum()
                 why = "this engine returns too few alternatives to exclude" if few else "the logprobs do not exclude"
                 return f"{why} a truncation at temperature {temperature:.2g}"
         return None

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,14 +76,18 @@ def read_corpus(paths: str | Path | Iterable[str | Path], most_lines: int | None
     A JSON line is an object with `text`, and optionally `language` or `lang` (default: the file's name). A path to a
     folder reads all its files. Empty lines are skipped. At most `most_lines` lines of each file are read.
 
-    Raises `InvalidRequest` for a JSON line without `text`, and for a file that is not UTF-8.
+    Raises `InvalidRequest` for a JSON line without `text`, and for a file that is not UTF-8; `NothingToMeasure` for a
+    file without text.
     """
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         for file in sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else [path]:
             try:
                 with file.open(encoding="utf-8") as lines:
-                    whole = (line.rstrip("\n") for line in lines)
-                    yield from (_line(file, text) for text in islice(filter(str.strip, whole), most_lines))
+                    texts = filter(str.strip, (line.rstrip("\n") for line in lines))
+                    if (first := next(texts, None)) is not None:
+                        yield from (_line(file, text) for text in islice(chain([first], texts), most_lines))
+                    elif not file.name.startswith("."):  # a language would be missing without a word
+                        raise NothingToMeasure(f"{file} has no text: every line is empty")
             except UnicodeDecodeError:
                 raise InvalidRequest(f"{file} is not UTF-8 text") from None
 

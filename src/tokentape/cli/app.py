@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -130,5 +132,9 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line with the arguments of this process."""
-    app(prog_name="tokentape")
+    """Run the command line with the arguments of this process. Exits with 2 also after an unexpected exception."""
+    try:
+        app(prog_name="tokentape")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(2)

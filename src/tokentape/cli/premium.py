@@ -33,7 +33,7 @@ def premium(
     """Count tokens per character and per byte of your texts, by language and by script.
 
     Compares several tokenizers on the same texts. Texts are tokenized without a chat template.
-    Exits with 3 if there is no text.
+    Exits with 3 if a file has no text.
     """
     refuse_output(html, *paths, *corpus)
     names = [path.resolve().name for path in paths]

@@ -74,9 +74,9 @@ def score(
     The scores are the model's own logprobs: at temperature 1, before penalties and truncation. Turns that already have
     the column are skipped, so an interrupted run can be continued. Without --teacher, the recorded logprobs are
     compared with scores under the same distribution; if that is not possible, the reason is printed. Exits with 1 if
-    the difference is larger than rounding explains, and names the cause: ids, temperature, truncation, zeros, rounding,
-    a shift by one token, isolated tokens, scale, kernels or weights. Exits with 3 if nothing was compared, or if there
-    was nothing to score with --teacher.
+    the difference is larger than rounding explains, and names the cause if it is known: ids, temperature, truncation,
+    zeros, rounding, a shift by one token, isolated tokens, scale, kernels or weights. Exits with 3 if nothing was
+    compared, or if there was nothing to score with --teacher.
     """
     if (engine == "transformers") == (engine_url is not None):
         raise typer.BadParameter(

@@ -7,7 +7,8 @@ were rendered again. Tokens after the first different id have another context, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import itemgetter
@@ -18,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape._session.arrow import read_rows as read_table_rows
-from tokentape.audit._mismatch import LOOK_TOP, Attribution, Mismatch
+from tokentape.audit._id_rows import read_ids, read_logprobs
+from tokentape.audit._mismatch import LOOK_TOP, NOT_FINITE, Attribution, Mismatch
 from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.audit._tokendiff.retokenizing import Channel, Pairing, pair_ids, retokenized
 from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
@@ -238,7 +240,8 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
     The columns `session_id` and `leaf` identify the trajectory of a row. `token_ids` and `trainer_logprobs` are the
     trainer's values; one of the two may be missing. Other columns, such as `logprobs`, are ignored.
 
-    Raises `InvalidRequest` if a row lacks `session_id`, `leaf` or both values, or repeats a session id and leaf.
+    Raises `InvalidRequest` if a row lacks `session_id`, `leaf` or both values, repeats a session id and leaf, or has
+    values that are no ids or no numbers.
     """
     rows: dict[tuple[str, int], TrainerRow] = {}
     for number, row in enumerate(read_table_rows(Path(source), _COLUMNS), 1):
@@ -248,15 +251,24 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
                 f"{source}, row {number}: expected session_id, leaf, and token_ids or trainer_logprobs, but found "
                 f"{', '.join(sorted(name for name, value in row.items() if value is not None)) or 'nothing'}"
             )
-        key = (row["session_id"], int(row["leaf"]))
+        where = f"{source}, row {number}"
+        key = (row["session_id"], _leaf(row["leaf"], where))
         if key in rows:
-            raise InvalidRequest(f"{source}, row {number}: session {key[0]!r}, leaf {key[1]} already has a row")
-        rows[key] = TrainerRow(
-            None if ids is None else np.array(ids, np.int32),
-            # In JSON, NaN is written as null.
-            None if logprobs is None else np.array([np.nan if x is None else x for x in logprobs], np.float32),
-        )
+            raise InvalidRequest(f"{where}: session {key[0]!r}, leaf {key[1]} already has a row")
+        token_ids = None if ids is None else read_ids(ids, f"{where}: token_ids")
+        tokens = logprobs if token_ids is None else token_ids
+        values, problem = read_logprobs(logprobs, len(tokens) if isinstance(tokens, Sized) else 0, 0)
+        if problem:
+            raise InvalidRequest(f"{where}: trainer_logprobs: {problem}")
+        rows[key] = TrainerRow(token_ids, values)
     return rows
+
+
+def _leaf(value: Any, where: str) -> int:
+    with suppress(TypeError, ValueError, OverflowError):
+        if (leaf := int(value)) == float(value):
+            return leaf
+    raise InvalidRequest(f"{where}: expected leaf to be a branch's last turn, an integer; found {value!r}")
 
 
 _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
@@ -275,7 +287,7 @@ class _Tally:
     def add(self, trajectory: Trajectory, row: TrainerRow) -> None:
         self._sequences += 1
         ids = trajectory.token_ids if row.token_ids is None else row.token_ids
-        trained = trajectory.loss_mask & np.isfinite(trajectory.logprobs)
+        trained = trajectory.loss_mask.copy()
         trained[:1] = False
         if row.logprobs is not None and len(row.logprobs) != len(ids):
             raise InvalidRequest(
@@ -289,6 +301,10 @@ class _Tally:
         self._count_rows(trajectory, trained, pairing)
         self._above_zero += int((trajectory.logprobs[trained] > _ROUNDING).sum())
         positions = np.flatnonzero(trained & (pairing.partner >= 0))
+        finite = np.isfinite(trajectory.logprobs[positions])
+        if not finite.all():
+            self._mismatch.not_comparable[NOT_FINITE] += int((~finite).sum())
+        positions = positions[finite]
         if row.logprobs is None:
             logprobs, comparable = self._rescaled(trajectory, ids, positions, pairing)
             positions = positions[comparable[positions]]

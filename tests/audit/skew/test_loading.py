@@ -169,8 +169,23 @@ def test_templates_that_write_equal_values_differently_are_not_the_same(a: str, 
     assert not same_template(a, b)
 
 
-def test_a_variable_set_in_a_loss_marker_is_not_set_after_it() -> None:
-    assert not same_template("{% generation %}{% set x = 1 %}{% endgeneration %}{{ x }}", "{% set x = 1 %}{{ x }}")
+@pytest.mark.parametrize(
+    ("body", "after"),
+    [
+        ("{% set x = 1 %}", "{{ x }}"),
+        ("{% set x %}a{% endset %}", "{{ x }}"),
+        ("{% macro x() %}a{% endmacro %}", "{{ x() }}"),
+    ],
+)
+def test_a_name_set_in_a_loss_marker_is_not_set_after_it(body: str, after: str) -> None:
+    assert not same_template(f"{{% generation %}}{body}{{% endgeneration %}}{after}", body + after)
+
+
+@pytest.mark.parametrize(
+    "body", ["{% for x in y %}{% set z = x %}{{ z }}{% endfor %}", "{% set ns.x = 1 %}"], ids=["loop", "namespace"]
+)
+def test_a_loss_marker_is_no_difference_if_it_limits_no_name(body: str) -> None:
+    assert same_template(f"{{% generation %}}{body}{{% endgeneration %}}{{{{ z }}}}", body + "{{ z }}")
 
 
 def test_a_model_type_for_which_transformers_takes_another_class_is_skew(sides: tuple[Path, Path]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 import jinja2
+from jinja2.idtracking import find_symbols
 
 from tokentape.audit._model_files import CONFIG, CONFIG_FILES, MAX_LENGTH, ROWS, SAMPLED, changed_entries
 from tokentape.audit._skew.backends import Ability, Backend, BackendFacts
@@ -183,9 +184,9 @@ def same_template(a: str, b: str) -> bool:
 
 
 def _scopes(source: str) -> list[str]:
-    """Return the `{% generation %}` blocks that set variables, which are not set after the block."""
+    """Return the `{% generation %}` blocks that set names, which are not set after the block."""
     scopes = parse_template(source).find_all(jinja2.nodes.Scope)
-    return [repr(scope) for scope in scopes if scope.find(jinja2.nodes.Assign) or scope.find(jinja2.nodes.AssignBlock)]
+    return [repr(scope) for scope in scopes if find_symbols(scope.body).stores]
 
 
 def _program(source: str) -> jinja2.nodes.Template:
