@@ -30,7 +30,7 @@ def test_the_loop_keeps_what_was_sampled(monkeypatch: pytest.MonkeyPatch) -> Non
         exec(blocks[name].replace("path/to/model", str(MODEL)), names)
     conversation = names["conversation"]
     assert conversation.loss_mask.sum() == len(conversation.sampled[1]) > 0
-    report = check_logprobs([names["trained"]], forward=forward_pass(MODEL))
+    report = check_logprobs([names["trained"]], forward=forward_pass(str(MODEL)))
     assert (report.numeric.tokens, report.failures(LogprobLimits())) == (conversation.loss_mask.sum(), [])
     assert names["batch"].loss_mask.sum() == conversation.loss_mask.sum()
 

@@ -219,7 +219,12 @@ class ModelForward:
 
 
 def forward_pass(
-    folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024, adapter: Path | None = None
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    chunk: int = 1024,
+    adapter: str | Path | None = None,
 ) -> ModelForward:
     """Load a model folder and return its forward pass. Logprobs are normalized over all rows of the output layer.
 
@@ -230,8 +235,8 @@ def forward_pass(
     from tokentape.engines._adapters import merged
     from tokentape.engines._loading import load_model
 
-    model = load_model(folder, dtype=dtype, device=device)
-    return ModelForward(model if adapter is None else merged(model, adapter, dtype=dtype), folder, chunk)
+    model = load_model(Path(folder), dtype=dtype, device=device)
+    return ModelForward(model if adapter is None else merged(model, Path(adapter), dtype=dtype), Path(folder), chunk)
 
 
 def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
