@@ -82,8 +82,8 @@ def without_tools(made: Request) -> Request:
 
 
 def kwargs_of(source: str) -> list[str]:
-    """Return variables of a template, without those of the conversation, as fields."""
-    known = {"messages", "tools", "add_generation_prompt"}
+    """Return variables of a template as fields, without those that callers can't set."""
+    known = {"messages", "tools", "add_generation_prompt", "strftime_now"}
     parsed = Environment(extensions=EXTENSIONS).parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
     return [f"kwarg {name}" for name in sorted(meta.find_undeclared_variables(parsed) - known)]
 
