@@ -84,6 +84,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "flags": {"added_tokens_decoder": {"3993": {"content": "<|im_end|>", "rstrip": True, "special": True}}},
     "another token": {"added_tokens_decoder": {"4000": {"content": "<extra>"}}},
     "special token in the vocabulary": {"eos_token": {"__type": "AddedToken", "content": "unction", "rstrip": True}},
+    "model's own special token in the vocabulary": {"boi_token": "unction"},
     "additional special token in the vocabulary": {"additional_special_tokens": ["unction", "<|im_end|>"]},
     "named special token in the vocabulary": {"extra_special_tokens": {"image_token": "unction"}},
 }

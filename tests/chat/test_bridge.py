@@ -87,6 +87,24 @@ def test_a_sampled_header_is_not_written_again_after_text_that_ends_the_turn(com
     assert tokenizer.decode(added.ids.tolist()) == f"{bridge}\nnext<|assistant|>\n"
 
 
+TEXT_ENDS_TURNS = """{%- for m in messages -%}### {{ m.role }}:
+{{ m.content }}{{ '\n\n### End' if m.role == 'assistant' }}
+{% endfor -%}{%- if add_generation_prompt -%}### assistant:
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("end", ["\n\n\n### End", "\n\n\n### End\n", "\n/\n\n/### End"])
+def test_a_text_that_ends_the_turn_is_not_repeated_after_one_token_of_white_space(end: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(TEXT_ENDS_TURNS))
+    tokenizer = renderer.tokenizer
+    # A slash separates texts that are tokenized apart.
+    ids = [token_id for part in f"hi{end}".split("/") for token_id in tokenizer.encode_plain(part)]
+    added = renderer.bridge(tokenizer.array(ids), {**REPLY, "content": "hi\n"}, [NEXT], setup_for(renderer))
+    rest = "### user:\nnext\n### assistant:\n"
+    assert tokenizer.decode(added.ids.tolist()) == (rest if end.endswith("\n") else f"\n{rest}")
+
+
 NO_END_OF_TURN = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m.content }}
 {%- if loop.last and m.role == 'assistant' -%}<|endoftext|>{%- endif -%}
 {%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant: {%- endif -%}"""

@@ -106,6 +106,14 @@ def test_traceback_is_exit_code_2(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_closed_pipe_is_exit_code_2() -> None:
+    command = [sys.executable, "-m", "tokentape", "config", "show"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == 2
+
+
 def test_the_help_has_every_command_once_and_in_a_group(run: Run) -> None:
     commands = command_group().list_commands(None)
     listed = re.findall(r"^  ([a-z-]+) {2,}", run("--help").stdout.partition("Record and export:")[2], re.MULTILINE)

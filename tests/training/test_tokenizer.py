@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.chat.conftest import REAL_FAMILIES, SMALL, model_path
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
+from tokentape.training._proof import prove
 from tokentape.training._tokenizer import TrainingTokenizer, codebook
 
 TEXT = "Hello <|item_0_3|><|item_2_1|> 12  x\n\n<|im_end|> 🫠 é"
@@ -161,6 +162,19 @@ def test_saved_tokenizer_keeps_the_flags_of_the_configuration(model_dir: Path, t
     again = TrainingTokenizer.load(tmp_path / "saved").tokenizer
     assert again.encode_plain(spaced) == training.tokenizer.encode_plain(spaced)
     assert again.encode_plain(spaced) == again.encode_plain("x<|im_end|>y")
+
+
+def test_new_tokens_follow_those_that_only_the_configuration_adds(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    decoder = {"added_tokens_decoder": {"4000": {"content": "<extra>", "normalized": False}}}
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **decoder}))
+    training = TrainingTokenizer.load(tmp_path / "model", pad="<|pad|>").with_block("item", ["<|item_0|>"])
+    ids = training.tokenizer.encode_plain("<extra><|pad|><|item_0|>")
+    assert ids == [4000, 4001, 4002]
+    training.check_ids(np.array(ids, np.int32))
+    check_auto_tokenizer(training, tmp_path / "saved")
+    assert prove(tmp_path / "model", tmp_path / "saved").ok
 
 
 @pytest.mark.real

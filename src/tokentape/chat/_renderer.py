@@ -275,9 +275,16 @@ class Renderer(TemplateText):
         encoded = self.tokenizer.encode_after(before, cut.text)
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
-        sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
+        sampled, start = overlap(completion_ids.tolist(), encoded.ids, cut.repeated), 0
+        if cut.ends_turn:
+            # The model's last word and the white space before the text that ends the turn may be one token.
+            space_end = len(encoded.text) - len(encoded.text.lstrip())
+            spaces = int(np.searchsorted(encoded.spans[:, 1], space_end, side="right"))
+            after = overlap(completion_ids.tolist(), encoded.ids[spaces:]) if spaces else 0
+            if after and spaces + after > sampled:
+                sampled, start = spaces + after, space_end
         if sampled and not reply.get("tool_calls"):
-            shared = encoded.text[: encoded.spans[sampled - 1][1]]
+            shared = encoded.text[start : encoded.spans[sampled - 1][1]]
             content = reply.get("content") or reply.get("reasoning_content") or ""
             if shared.isspace() or content.endswith(shared):
                 # The overlap is part of the model's text, so it is not also the turn's end.

@@ -117,7 +117,8 @@ def with_configured_tokens(spec: Mapping[str, Any], config: Mapping[str, Any]) -
     ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
     more = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
     lists = [[*value.values()] if isinstance(value, Mapping) else value for value in more]
-    for value in (*map(config.get, _SPECIAL_TOKEN_KEYS), *chain(*(one for one in lists if isinstance(one, list)))):
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    for value in chain(named, *(one for one in lists if isinstance(one, list))):
         content = _token_text(value)
         if content is not None and content in ids and content not in tokens:
             flags = value if isinstance(value, Mapping) else {"content": content}

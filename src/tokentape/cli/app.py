@@ -132,9 +132,13 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line with the arguments of this process. Exits with 2 also after an unexpected exception."""
+    """Run the command line. Exits with 2 also after an unexpected exception, and if the reader of its output ends."""
     try:
         app(prog_name="tokentape")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            raise SystemExit(2) from None  # typer exits with 1
+        raise
     except Exception:
         traceback.print_exc()
         sys.exit(2)

@@ -30,7 +30,7 @@ def conversation_sample(
     >>> sample = conversation_sample(conversation, name="task-7", sampled_from=hot, reward=1.0)    # doctest: +SKIP
 
     The verdict begins with `exact`, or with `closed` if a bridge ended a turn that the model had not ended. It has
-    `bridge unchecked` if the conversation has a bridge and no `check_bridges`.
+    `bridge unchecked` if there is a bridge between completions and no `check_bridges`.
 
     Raises `InvalidRequest` if nothing was sampled, or if a completion has no logprobs.
     """

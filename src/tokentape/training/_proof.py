@@ -21,6 +21,7 @@ import tokenizers
 from tokentape._batches import batched
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.probing import smallest_text
+from tokentape.chat._tokenizer_files import read_json, with_configured_tokens
 from tokentape.errors import InvalidRequest
 from tokentape.training._tokenizer import TrainingTokenizer, token_ids
 
@@ -139,7 +140,7 @@ def _read_spec(source: str | Path | TrainingTokenizer) -> Any:
         return json.loads(source.source)
     if not (path := Path(source, "tokenizer.json")).is_file():
         raise InvalidRequest(f"no tokenizer.json in {source}: pass a folder that has one")
-    return json.loads(path.read_bytes())
+    return with_configured_tokens(json.loads(path.read_bytes()), read_json(path.with_name("tokenizer_config.json")))
 
 
 def _digest(value: Any) -> str:

@@ -58,7 +58,7 @@ class TrainingTokenizer:
     tokenizer: Tokenizer
     """The tokenizer with the new tokens. You can pass it to a renderer."""
     source: bytes
-    """The content of `tokenizer.json` with the new tokens."""
+    """The content of `tokenizer.json` with the added tokens of `tokenizer_config.json` and the new ones."""
     folder: Path
     """The folder of the serving tokenizer."""
     multiple_of: int
@@ -86,7 +86,12 @@ class TrainingTokenizer:
             raise TokenizerUnusable(f"{saved} is damaged ({error}): save the training tokenizer again") from None
         if (multiple_of := layout.multiple_of if multiple_of is None else multiple_of) < 1:
             raise InvalidRequest(f"multiple_of must be 1 or more, not {multiple_of}", "multiple_of")
-        training = cls(tokenizer, (folder / "tokenizer.json").read_bytes(), folder, multiple_of, layout.blocks)
+        source = (folder / "tokenizer.json").read_bytes()
+        spec = json.loads(source)
+        if (configured := with_configured_tokens(spec, tokenizer.config)) is not spec:
+            # New tokens follow those that only tokenizer_config.json adds.
+            source = _encoded(configured)
+        training = cls(tokenizer, source, folder, multiple_of, layout.blocks)
         training._check_blocks()
         return training._with_pad(pad or tokenizer.special_tokens.get("pad_token"), pad_is_eos)
 
@@ -128,7 +133,7 @@ class TrainingTokenizer:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
         added = [{"id": i, "content": token, **flags} for i, token in zip(block.ids, tokens, strict=True)]
         spec["added_tokens"] = spec.get("added_tokens", []) + added
-        source = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
+        source = _encoded(spec)
         tokenizer = self.tokenizer.with_files(source, self.tokenizer.config)
         training = replace(self, tokenizer=tokenizer, source=source, blocks=(*self.blocks, block))
         training._check_blocks()
@@ -150,8 +155,7 @@ class TrainingTokenizer:
 
         The saved class is `PreTrainedTokenizerFast`, because other classes may change what `AutoTokenizer` loads.
         """
-        spec = with_configured_tokens(json.loads(self.source), self.tokenizer.config)
-        added = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in spec["added_tokens"]}
+        added = {str(token.pop("id")): token for token in json.loads(self.source)["added_tokens"]}
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
         files: dict[str, Any] = {
             "tokenizer_config.json": {**self.tokenizer.config, **self.tokenizer.special_tokens, **own},
@@ -198,6 +202,10 @@ class TrainingTokenizer:
 def codebook(name: str, sizes: Sequence[int]) -> list[str]:
     """Return one semantic-id token per entry of each codebook: `<|name_0_0|>`, `<|name_0_1|>`, and so on."""
     return [f"<|{name}_{book}_{entry}|>" for book, size in enumerate(sizes) for entry in range(size)]
+
+
+def _encoded(spec: Mapping[str, Any]) -> bytes:
+    return json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def token_ids(spec: Mapping[str, Any]) -> list[int]:
