@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any, Self
@@ -125,13 +126,17 @@ class Conversation:
         if isinstance(stop_strings, str):
             raise InvalidRequest(f"stop_strings is {stop_strings!r}: expected a list of strings", "stop_strings")
         completion = self.renderer.tokenizer.array(ids).copy()  # the caller may use its array again
-        recorded = np.full(len(completion), np.nan, np.float32) if logprobs is None else np.array(logprobs, np.float32)
-        if recorded.shape != completion.shape:
-            found = list(recorded.shape)
-            raise InvalidRequest(f"logprobs has shape {found}, expected one per id: [{len(completion)}]", "logprobs")
-        # Rounding puts some a little above 0.
-        if logprobs is not None and not (np.isfinite(recorded) & (recorded <= 1e-3)).all():
-            raise InvalidRequest("logprobs has a number that is not finite or above 0: expected logprobs", "logprobs")
+        recorded = np.full(len(completion), np.nan, np.float32)
+        if logprobs is not None:
+            with suppress(TypeError, ValueError):
+                recorded = np.array(logprobs, np.float32)
+            # Rounding puts some a little above 0.
+            if recorded.shape != completion.shape or not (np.isfinite(recorded) & (recorded <= 1e-3)).all():
+                raise InvalidRequest(
+                    f"logprobs: expected one finite number of at most 0 for each of {len(completion)} ids, found "
+                    f"{repr(logprobs)[:80]}",
+                    "logprobs",
+                )
         parser = self.renderer.parser(self.setup, stop_strings, self.token_ids)
         parser.feed(completion.tolist())
         _, reply = parser.finish()
