@@ -266,25 +266,23 @@ class Renderer(TemplateText):
 
         cut = trim_to_turn_end(suffix, close, form, self.tokenizer, last_id, calls_end)
         if KEY in cut.text:
-            raise TemplateRefused(
-                "the template repeats a call's argument name after the call, where nothing ends the turn"
-            )
+            raise TemplateRefused("the template repeats an argument's name after its call, where nothing ends the turn")
         # Without a control token in between, what the template writes continues the model's text.
         continues = last_id is not None and self.tokenizer.control_by_id(last_id) is None
         before = cut.before.rpartition(KEY)[2] or (_LETTER if continues else "")
         encoded = self.tokenizer.encode_after(before, cut.text)
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
-        sampled, start = overlap(completion_ids.tolist(), encoded.ids, cut.repeated), 0
+        sampled, skipped = overlap(completion_ids.tolist(), encoded.ids, cut.repeated), 0
         if cut.ends_turn:
             # The model's last word and the white space before the text that ends the turn may be one token.
             space_end = len(encoded.text) - len(encoded.text.lstrip())
             spaces = int(np.searchsorted(encoded.spans[:, 1], space_end, side="right"))
             after = overlap(completion_ids.tolist(), encoded.ids[spaces:]) if spaces else 0
             if after and spaces + after > sampled:
-                sampled, start = spaces + after, space_end
+                sampled, skipped = spaces + after, space_end
         if sampled and not reply.get("tool_calls"):
-            shared = encoded.text[start : encoded.spans[sampled - 1][1]]
+            shared = encoded.text[skipped : encoded.spans[sampled - 1][1]]
             content = reply.get("content") or reply.get("reasoning_content") or ""
             if shared.isspace() or content.endswith(shared):
                 # The overlap is part of the model's text, so it is not also the turn's end.
