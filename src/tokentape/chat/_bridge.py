@@ -48,8 +48,9 @@ def trim_to_turn_end(
     `close` is what the template writes after the same turn at the end of a conversation. The common beginning of the
     suffix and `close` belongs to the turn. The model stops there at the first end-of-sequence id, else at the last
     special token (the first if it is repeated). Text before that, such as a call's closing bracket, is left to the
-    model. The next message's header ends a turn only if its token does not also occur within turns. If it does, only
-    the sampled ids show where the turn ended: `last_id`, or `calls_end`, the marked text of a turn's last ids.
+    model. The next message's header ends a turn only if its token does not also occur within turns; a turn with
+    `last_id` equal to this token ended there. If it does, only the sampled ids show where the turn ended: `last_id`, or
+    `calls_end`, the marked text of a turn's last ids.
     """
     eos_ids, shared = tokenizer.eos_ids, suffix[: common_prefix(suffix, close.last)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]

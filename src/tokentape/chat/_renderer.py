@@ -274,7 +274,7 @@ class Renderer(TemplateText):
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled, skipped = overlap(completion_ids.tolist(), encoded.ids, cut.repeated), 0
-        if cut.ends_turn:
+        if cut.ends_turn and encoded.text[:1].isspace():
             # The model's last word and the white space before the text that ends the turn may be one token.
             space_end = len(encoded.text) - len(encoded.text.lstrip())
             spaces = int(np.searchsorted(encoded.spans[:, 1], space_end, side="right"))

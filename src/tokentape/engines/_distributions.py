@@ -47,7 +47,7 @@ def _shared(penalties: bool, temperature: float, truncation: bool, grammar: bool
     return TokenDistribution(penalties, temperature, truncation, grammar)
 
 
-def natural_seed(seed: int | None) -> int | None:
+def nonnegative_seed(seed: int | None) -> int | None:
     """Return the seed modulo 2**63: vLLM reads -1 as no seed and refuses 2**63, `random.Random` ignores the sign."""
     return None if seed is None else seed % (1 << 63)
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tokentape.engines._base import DISTRIBUTION, SPECULATED, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines._distributions import natural_seed
+from tokentape.engines._distributions import nonnegative_seed
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import chosen, served_cards
 from tokentape.engines._remote import RemoteEngine, any_id, unique_id
@@ -128,7 +128,7 @@ class OpenAiEngine(RemoteEngine):
         self._refuse(prompt_ids, params)
         unique = unique_id(request_id)
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
-        sent = replace(params, max_tokens=budget, seed=natural_seed(params.seed))
+        sent = replace(params, max_tokens=budget, seed=nonnegative_seed(params.seed))
         body: dict[str, object] = {
             "model": self.info.model,
             "prompt": np.asarray(prompt_ids).tolist(),

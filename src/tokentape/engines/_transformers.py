@@ -26,7 +26,7 @@ from tokentape.engines._base import (
     SamplingParams,
 )
 from tokentape.engines._checks import refuse_call
-from tokentape.engines._distributions import natural_seed
+from tokentape.engines._distributions import nonnegative_seed
 from tokentape.engines._image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines._scoring import Scores, refuse_unscorable
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
@@ -233,7 +233,7 @@ class TransformersEngine:
             stops=StopStrings(self._tokenizer, params.stop_strings) if params.stop_strings else None,
             stream=stream,
             send=send,
-            random=random.Random(natural_seed(params.seed)),
+            random=random.Random(nonnegative_seed(params.seed)),
             images=images,
             constraint=constraint,
             experts=None if params.payloads_from is None else ExpertRows(params.payloads_from),

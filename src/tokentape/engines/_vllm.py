@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, Images, SampleDelta, SamplingParams
-from tokentape.engines._distributions import natural_seed
+from tokentape.engines._distributions import nonnegative_seed
 from tokentape.engines._http import HttpClient, attempt, header_value
 from tokentape.engines._identity import Card, chosen, served_cards
 from tokentape.engines._remote import (
@@ -387,7 +387,7 @@ def call_headers(unique: str, params: SamplingParams) -> dict[str, str]:
 
 
 def vllm_fields(params: SamplingParams) -> dict[str, object]:
-    seed = natural_seed(params.seed)
+    seed = nonnegative_seed(params.seed)
     own: dict[str, object] = {"min_tokens": params.min_tokens, "top_k": params.top_k, "seed": seed}
     if params.json_schema is not None:
         own["structured_outputs"] = {"json": msgspec.Raw(params.json_schema.encode())}

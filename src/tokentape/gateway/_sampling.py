@@ -94,7 +94,7 @@ class SplitStopFinder:
         whole: bool = False,
     ) -> None:
         self._spell = spell
-        self.whole = whole and bool(strings)
+        self.whole = whole
         self._strings = {string: string.encode() for string in strings}
         self._longest = max(map(len, self._strings.values()), default=1)
         self._count, self._min_tokens = len(sampled), min_tokens
@@ -262,10 +262,11 @@ class CompletionSampler:
         return choice.finish_reason != "abort"
 
     def _stop_finder(self, choice: Choice, sampled: Sequence[int]) -> SplitStopFinder:
-        sampling, spell = choice.sampling, self.tokenizer.token_bytes
-        # After a prompt that ends inside a character, vLLM 0.32 finds stop strings in the prompt's text too.
-        tail = [*choice.prompt_ids[-_LONGEST_CHARACTER:].tolist(), *choice.ids][-_LONGEST_CHARACTER:]
-        whole = b"".join(map(spell, tail)).decode("utf-8", "replace").endswith("\ufffd")
+        sampling, spell, whole = choice.sampling, self.tokenizer.token_bytes, False
+        if sampling.stop_strings:
+            # After a prompt that ends inside a character, vLLM 0.32 finds stop strings in the prompt's text too.
+            tail = [*choice.prompt_ids[-_LONGEST_CHARACTER:].tolist(), *choice.ids][-_LONGEST_CHARACTER:]
+            whole = b"".join(map(spell, tail)).decode("utf-8", "replace").endswith("\ufffd")
         return SplitStopFinder(spell, sampling.stop_strings, sampled, sampling.min_tokens, whole=whole)
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -303,7 +303,7 @@ class _Check:
             # Each database sorts text differently.
             head.parts.get("payloads", []).sort()
 
-    def _check_records(self, head: SessionHead, rows: _RowsOf, seqs: Collection[int]) -> None:
+    def _check_records(self, head: SessionHead, rows: _RowsOf, seqs: set[int]) -> None:
         """Check a session's rewards, events and answers to retries."""
         for table in (schema.rewards, schema.events, schema.answers):
             with self._damage_as_findings(head.session_id):
@@ -311,7 +311,7 @@ class _Check:
                     with self._damage_as_findings(head.session_id):
                         record = decode(table, row)
                         head.add(record)
-                        if isinstance(record, RecordedReply) and not {*record.turns} <= {*seqs}:
+                        if isinstance(record, RecordedReply) and not seqs.issuperset(record.turns):
                             raise StoreCorrupt("an answer to a retry names turns that do not exist")
 
     def _check_token_rows(self, connection: Connection, head: SessionHead, rows: _RowsOf) -> None:
