@@ -208,3 +208,12 @@ def test_restarted_run_is_not_a_subagent_of_the_previous_run(question: str, kind
     session.add(make_turn(0, None, [user(question)], calling))
     session.add(make_turn(1, None, [user("How high is the Eiffel Tower?")], assistant("330 m")))
     assert [edge.kind for edge in lineage(session)] == kinds
+
+
+def test_message_replaced_after_an_edited_history_comes_from_the_replaced_turn() -> None:
+    first, empty = [user("Count the apples."), assistant("There are 31.")], assistant("")
+    session = Session(SessionInfo("s", 0.0))
+    session.add(make_turn(0, None, first[:1], first[1]))
+    session.add(make_turn(1, None, [*first[:1], empty, first[1], user("And the pears?")], assistant("Seven of them.")))
+    session.add(make_turn(2, None, [*first[:1], empty, first[1], user("And the plums?")], assistant("None at all.")))
+    assert [(edge.kind, edge.turn, edge.parent) for edge in lineage(session)] == [("edit", 1, 0), ("edit", 2, 1)]

@@ -290,16 +290,14 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
         return _changed_reply(branches, branch)
     if not places:
         return _beside(branches, branch, branches.children[turn.parent])
-    last = branches.reply_keys[keys[places[-1]]]
+    last, end = branches.reply_keys[keys[places[-1]]], places[-1] + 1
+    # Earlier branches may have the same edited history, or begin with the same summary.
+    siblings = [one for one in branches.earlier(branch) if (one.parent, one.setup) == (turn.parent, turn.setup)]
+    same = [one for one in reversed(siblings) if branches.keys[one.seq][:end] == keys[:end]]
+    if beside := _beside(branches, branch, same):
+        return beside
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
-    if changed and turn.parent is None:
-        # The last reply in the history is a summary. Earlier roots may also have it.
-        end = places[-1] + 1
-        same = [root for root in branches.earlier(branch) if root.parent is None and root.setup == turn.setup]
-        after = [root for root in reversed(same) if branches.keys[root.seq][:end] == keys[:end]]
-        if beside := _beside(branches, branch, after):
-            return beside
     if branches.single(branch) and (changed or other.turn.setup != turn.setup):
         return None
     path, own = branches.path_keys(last), set(branches.path_keys(turn.seq)[:-1])
