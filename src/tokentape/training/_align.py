@@ -52,11 +52,11 @@ class Alignment:
     pairs: tuple[NamedPair, ...]
 
     def left_sums(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Sum `values`, one per left token, over each span, shape [spans]. Raises `InvalidRequest` otherwise."""
+        """Sum `values`, one per left token, over each span, shape [spans]. Another length raises `InvalidRequest`."""
         return _sums(self.left, values, len(self.ends))
 
     def right_sums(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Sum `values`, one per right token, over each span, shape [spans]. Raises `InvalidRequest` otherwise."""
+        """Sum `values`, one per right token, over each span, shape [spans]. Another length raises `InvalidRequest`."""
         return _sums(self.right, values, len(self.ends))
 
     def chunk_mask(
