@@ -344,6 +344,20 @@ def test_archives_of_two_stores_can_be_combined(store: Store, tmp_path: Path) ->
         assert sorted(names(read)) == ["a", "b", "c"]
 
 
+def test_an_archive_with_another_records_session_of_the_same_id_is_refused(store: Store, tmp_path: Path) -> None:
+    """Regression: both were deleted from their records, and the archive showed one of them."""
+    target = str(tmp_path / "archive")
+    archived(store, target, delete=True)
+    before = sorted(Path(target).rglob("*"))
+    with open_record(tmp_path / "other") as other:
+        run(other.write(SessionInfo("b", 1.0), SETUP, make_turn("b", 0), SessionInfo("c", 1.0)))
+        with pytest.raises(InvalidRequest, match=r"another record with the ids of 1 sessions .* such as 'b'"):
+            archived(other, target, delete=True)
+        assert names(other) == ["b", "c"]
+        assert [snapshot.state for snapshot in Snapshots(other).all(None)] == ["released"]
+    assert sorted(Path(target).rglob("*")) == before
+
+
 def test_an_archive_with_ids_of_another_vocabulary_is_refused(store: Store, tmp_path: Path, model_dir: Path) -> None:
     target = str(tmp_path / "archive")
     run(store.bind(Tokenizer.load(model_dir)))
