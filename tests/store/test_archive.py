@@ -210,7 +210,7 @@ def test_archive_interrupted_in_the_snapshot_holds_nothing_forever(
 def test_archive_killed_in_its_first_write_resumes(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     target.mkdir()
-    (target / "tokentape-archive.json.part").write_bytes(b"{")
+    (target / "tokentape-archive.json.1f2e3d4c.part").write_bytes(b"{")
     assert archived(store, str(target), delete=True).deleted == ["a", "b"]
     assert [file.name for file in target.glob("*.part")] == []
 

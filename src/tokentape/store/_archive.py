@@ -161,9 +161,12 @@ def archive_sessions(
     """
     folder = open_folder(target)
     marker, begun = _read_json(folder, MARKER), _names(folder)
-    if marker not in (None, FORMAT) or (marker is None and set(begun) - {MARKER + PART}):
+    killed = [name for name in begun if name.startswith(MARKER) and name.endswith(PART)]
+    if marker not in (None, FORMAT) or (marker is None and killed != begun):
         raise InvalidRequest(f"{shown_archive(target)} is neither an archive nor empty; use an empty place", "to")
     if marker is None:
+        for name in killed:
+            folder.rm_file(name)
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
     finished, newest = _manifests(folder), None
