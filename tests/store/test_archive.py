@@ -351,7 +351,7 @@ def test_an_archive_with_another_records_session_of_the_same_id_is_refused(store
     before = sorted(Path(target).rglob("*"))
     with open_record(tmp_path / "other") as other:
         run(other.write(SessionInfo("b", 1.0), SETUP, make_turn("b", 0), SessionInfo("c", 1.0)))
-        with pytest.raises(InvalidRequest, match=r"another record with the ids of 1 sessions .* such as 'b'"):
+        with pytest.raises(InvalidRequest, match=r"1 sessions with ids .* not archived from it, such as 'b'"):
             archived(other, target, delete=True)
         assert names(other) == ["b", "c"]
         assert [snapshot.state for snapshot in Snapshots(other).all(None)] == ["released"]

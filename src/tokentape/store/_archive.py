@@ -200,8 +200,8 @@ def archive_sessions(
     if same_ids:
         client.release(snapshot_id)
         raise InvalidRequest(
-            f"{shown_archive(target)} has sessions of another record with the ids of {len(same_ids)} sessions of this "
-            f"record, such as {same_ids[0]!r}. Only one of each could be read: use another place",
+            f"{shown_archive(target)} has {len(same_ids)} sessions with ids of this record that were not archived from "
+            f"it, such as {same_ids[0]!r}. Only one of each could be read: use another place",
             "to",
         )
     name = _run_name(snapshot)
