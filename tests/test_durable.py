@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentape._durable import write_durably
+from tokentape._durable import durable_file, write_durably
 
 
 def test_file_is_replaced_without_leftovers(tmp_path: Path) -> None:
@@ -16,6 +16,20 @@ def test_file_is_replaced_without_leftovers(tmp_path: Path) -> None:
     write_durably(path, b"two")
     assert path.read_bytes() == b"two"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_writers_of_one_path_at_the_same_time_leave_a_whole_file(tmp_path: Path) -> None:
+    """Regression: the slower one wrote into the finished file of the other, and then failed."""
+    path = tmp_path / "file"
+    with durable_file(path) as slower:
+        slower.write(b"slower")
+        slower.flush()
+        write_durably(path, b"one")
+        slower.write(b" ends")
+        slower.flush()
+        assert path.read_bytes() == b"one"
+    assert path.read_bytes() == b"slower ends"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_file_that_can_not_be_flushed_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import IO
 
 PART = ".part"
@@ -42,7 +43,8 @@ def _durable_file(path: Path) -> Iterator[IO[bytes]]:
     path = path.resolve()
     missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + PART)
+    # Two processes may write to one path. If both parts had one name, the slower one would write to the finished file.
+    part = path.with_name(f"{path.name}.{token_hex(4)}{PART}")
     try:
         with open(part, "wb") as file:
             yield file

@@ -426,7 +426,7 @@ class Trajectory:
             "tokens": f"{len(self.token_ids):,}",
             "sampled": f"{int((self.provenance == Provenance.SAMPLED).sum()):,}",
             "with loss": f"{int(self.loss_mask.sum()):,}",
-            "token by token": "tokentape.viewer._notebook.shown_with(trajectory, tokenizer)",
+            "token by token": "tokentape.viewer.shown_with(trajectory, tokenizer)",
         }
         return html_table(f"Session {self.session_id}, branch to turn {self.leaf}", rows.items())
 

@@ -210,7 +210,7 @@ def test_archive_interrupted_in_the_snapshot_holds_nothing_forever(
 def test_archive_killed_in_its_first_write_resumes(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     target.mkdir()
-    (target / "tokentape-archive.json.part").write_bytes(b"{")
+    (target / "tokentape-archive.json.1f2e3d4c.part").write_bytes(b"{")
     assert archived(store, str(target), delete=True).deleted == ["a", "b"]
     assert [file.name for file in target.glob("*.part")] == []
 
@@ -342,6 +342,20 @@ def test_archives_of_two_stores_can_be_combined(store: Store, tmp_path: Path) ->
         assert archived(other, target, delete=True).deleted == ["c"]
     with open_record(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b", "c"]
+
+
+def test_an_archive_with_another_records_session_of_the_same_id_is_refused(store: Store, tmp_path: Path) -> None:
+    """Regression: both were deleted from their records, and the archive showed one of them."""
+    target = str(tmp_path / "archive")
+    archived(store, target, delete=True)
+    before = sorted(Path(target).rglob("*"))
+    with open_record(tmp_path / "other") as other:
+        run(other.write(SessionInfo("b", 1.0), SETUP, make_turn("b", 0), SessionInfo("c", 1.0)))
+        with pytest.raises(InvalidRequest, match=r"1 sessions with ids .* not archived from it, such as 'b'"):
+            archived(other, target, delete=True)
+        assert names(other) == ["b", "c"]
+        assert [snapshot.state for snapshot in Snapshots(other).all(None)] == ["released"]
+    assert sorted(Path(target).rglob("*")) == before
 
 
 def test_an_archive_with_ids_of_another_vocabulary_is_refused(store: Store, tmp_path: Path, model_dir: Path) -> None:

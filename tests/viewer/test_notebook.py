@@ -83,7 +83,7 @@ def test_a_trajectory_alone_is_a_table() -> None:
         trajectory.verdict,
         str(len(trajectory.token_ids)),
         str(int(trajectory.loss_mask.sum())),
-        "shown_with",
+        "tokentape.viewer.shown_with(trajectory, tokenizer)",
     ):
         assert shown in page.text
 

@@ -43,7 +43,7 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
     file = flags.pop("config")
     for name, example in (("pin", "temperature=1.0"), ("default", "temperature=1.0"), ("engine.adapters", "a=runs/a")):
         for entry in flags[name] or ():
-            if "=" not in entry:
+            if entry.find("=") < 1:
                 raise typer.BadParameter(
                     f"{entry!r} is not NAME=VALUE; for example, {example}", param_hint=settings()[name].flag
                 )

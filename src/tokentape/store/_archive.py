@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -154,14 +155,18 @@ def archive_sessions(
     interrupted, call it again. Don't run two calls with the same target at once: the second call releases the first
     call's snapshot as a leftover, and the first call raises `Conflict` and deletes nothing.
 
-    Raises `InvalidRequest` if the target can't be reached, is not an archive or has token ids of another
-    vocabulary, and `StoreCorrupt` if the written files differ from the snapshot. In both cases nothing is deleted.
+    Raises `InvalidRequest` if the target can't be reached, is not an archive, has token ids of another vocabulary or
+    another record's sessions with the same ids, and `StoreCorrupt` if the written files differ from the snapshot. In
+    both cases nothing is deleted.
     """
     folder = open_folder(target)
     marker, begun = _read_json(folder, MARKER), _names(folder)
-    if marker not in (None, FORMAT) or (marker is None and set(begun) - {MARKER + PART}):
+    killed = [name for name in begun if name.startswith(MARKER) and name.endswith(PART)]
+    if marker not in (None, FORMAT) or (marker is None and killed != begun):
         raise InvalidRequest(f"{shown_archive(target)} is neither an archive nor empty; use an empty place", "to")
     if marker is None:
+        for name in killed:
+            folder.rm_file(name)
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
     finished, newest = _manifests(folder), None
@@ -174,8 +179,10 @@ def archive_sessions(
             f"{vocabulary}. An archive keeps one vocabulary, so that its ids keep their meaning: use another place",
             "to",
         )
+    of_others = dict(finished)
     for snapshot in Snapshots(store).all(None):
         name = _run_name(snapshot)
+        of_others.pop(name, None)
         if snapshot.state == "held" and (snapshot.owner == owner or name in begun):
             # It is left over from an interrupted run. Its sessions are still in the record.
             client.release(snapshot.snapshot_id)
@@ -188,14 +195,22 @@ def archive_sessions(
         return Archived()
     snapshot = Snapshots(store).find(snapshot_id, None)
     assert snapshot.digest is not None
-    run = _below(folder, _run_name(snapshot))
-    _write_run(store, snapshot, run, model, vocabulary, progress)
-    name, sessions = _run_name(snapshot), len((snapshot.contents or {})["sessions"])
+    session_ids = {session["session_id"] for session in (snapshot.contents or {})["sessions"]}
+    same_ids = sorted(session_ids.intersection(chain.from_iterable(run["sessions"] for run in of_others.values())))
+    if same_ids:
+        client.release(snapshot_id)
+        raise InvalidRequest(
+            f"{shown_archive(target)} has {len(same_ids)} sessions with ids of this record that were not archived from "
+            f"it, such as {same_ids[0]!r}. Only one of each could be read: use another place",
+            "to",
+        )
+    name = _run_name(snapshot)
+    _write_run(store, snapshot, _below(folder, name), model, vocabulary, progress)
     if not delete:
         client.release(snapshot_id)
-        return Archived(name, sessions)
+        return Archived(name, len(session_ids))
     dropped, kept = client.drop(snapshot_id, snapshot.digest)
-    return Archived(name, sessions, dropped, tuple(kept.items()))
+    return Archived(name, len(session_ids), dropped, tuple(kept.items()))
 
 
 def _run_name(snapshot: Snapshot) -> str:

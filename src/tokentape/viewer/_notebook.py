@@ -1,6 +1,6 @@
 """Show a trajectory's text token by token in a notebook, as HTML that loads nothing and runs nothing.
 
-from tokentape.viewer._notebook import shown_with
+from tokentape.viewer import shown_with
 shown_with(trajectory, Renderer.load("path/to/model").tokenizer)
 """
 
