@@ -18,7 +18,7 @@ from tokentape.audit._mismatch import LOOK_TOP, TOP, Attribution, Mismatch
 from tokentape.audit._rescaling import RAW, Rule
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._forward import ForwardPass
-from tokentape.engines._scoring import SERVER_TOP
+from tokentape.engines._scoring import SERVER_TOP, Scores
 from tokentape.types import TokenDistribution, Trajectory
 
 OWN = TokenDistribution(False, 1.0, False, False)
@@ -284,3 +284,61 @@ def test_wrongly_stored_logprobs_are_neither_ids_nor_weights(
         logprobs = np.concatenate([trajectory.logprobs[:start], plant(trajectory.logprobs[start:])])
         wrong.append(replace(trajectory, logprobs=logprobs.astype(np.float32)))
     assert cause(compared(wrong, model, top=top)).causes == expected
+
+
+def with_one_wrong(
+    plain: Sequence[Trajectory], model: Any, plant: Any, *, of: int, precision: str = "float32"
+) -> Attribution:
+    """Return the cause for `of` sequences, of which the last is wrong: `plant` makes logprobs from the right ones."""
+    found = Mismatch(precision, 4000)
+    right = recorded(plain, model, RAW, OWN)
+    for n in range(of):
+        trajectory = right[n % len(right)]
+        start = int(trajectory.completion_starts[0])
+        scores = Scores(trajectory.logprobs[start:], np.empty((len(trajectory.logprobs) - start, 0), np.float32))
+        logprobs = trajectory.logprobs.copy()
+        logprobs[start:] = plant(logprobs[start:]) if n == of - 1 else logprobs[start:]
+        found.add(replace(trajectory, logprobs=logprobs), trajectory.loss_mask, start, scores)
+    return cause(found)
+
+
+def lowered(logprobs: np.ndarray) -> np.ndarray:
+    """Return logprobs as different as those of other weights."""
+    return logprobs - 3 - np.arange(len(logprobs)) % 5
+
+
+def test_one_wrong_session_of_many_is_found_in_bfloat16(plain: list[Trajectory], model: Any) -> None:
+    """Regression: it changed the share of tokens by less than rounding may."""
+    found = with_one_wrong(plain, model, lowered, of=100, precision="bfloat16")
+    assert found.causes == ("ids", "weights")
+
+
+def test_a_wrong_sequence_after_hundreds_of_correct_ones_is_judged_by_its_own_logprobs(
+    plain: list[Trajectory], model: Any
+) -> None:
+    """Regression: only the first 256 sequences were looked at, and the cause was `kernels` or `weights`."""
+    assert with_one_wrong(plain, model, lowered, of=300).causes == ("ids", "weights")
+    assert with_one_wrong(plain, model, lambda logprobs: np.append(0, logprobs[:-1]), of=300).causes == ("shift",)
+
+
+def test_zeros_in_one_sequence_are_not_called_a_scale(plain: list[Trajectory], model: Any) -> None:
+    """Regression: they were the logprobs times 0."""
+    found = with_one_wrong(plain, model, np.zeros_like, of=10)
+    assert found.causes == ("zeros", "truncation")
+    assert "of the turns that differ" in found.detail
+
+
+def test_a_wrong_sequence_among_differences_of_kernels_is_not_called_rounding(
+    plain: list[Trajectory], model: Any
+) -> None:
+    """Regression: on average the differences were as small as those of kernels."""
+    noise = np.random.default_rng(0)
+    right = recorded(plain * 10, model, RAW, OWN)
+    found = Mismatch("float32", 4000)
+    for n, trajectory in enumerate(right):
+        start = int(trajectory.completion_starts[0])
+        logprobs = trajectory.logprobs[start:]
+        other = lowered(logprobs) if n == 70 else logprobs + noise.normal(0, 4e-4, len(logprobs))
+        scores = Scores(other.astype(np.float32), np.empty((len(logprobs), 0), np.float32))
+        found.add(trajectory, trajectory.loss_mask, start, scores)
+    assert "by no more than rounding" not in cause(found).detail

@@ -89,3 +89,14 @@ def test_a_conversation_without_logprobs_is_refused(renderer: Renderer) -> None:
     assert np.isnan(conversation.logprobs[conversation.loss_mask]).all()
     with pytest.raises(InvalidRequest, match=r"messages \[1\] have no logprobs"):
         conversation_sample(conversation, name="task", sampled_from=PLAIN)
+
+
+def test_an_empty_last_completion_stays_a_turn_of_the_sample(renderer: Renderer) -> None:
+    """Regression: the sample ended with the turn before, and counted as finished."""
+    conversation = conversation_of(renderer)
+    conversation.add_messages([NEXT])
+    conversation.add_completion([], logprobs=[])
+    made = conversation_sample(conversation, name="task", sampled_from=PLAIN)
+    (sample,) = assemble([made]).samples
+    assert (sample.turns, sample.leaf, sample.finish_reasons) == ((1, 3, 5), 5, ("stop", "stop", None))
+    assert (sample.truncated, len(sample.token_ids)) == (None, len(made.token_ids))

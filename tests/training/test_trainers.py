@@ -125,6 +125,24 @@ def test_other_logprobs_are_refused_with_the_setting_to_change(name: str, sample
 MIXED = two_turns(sampled("processed", temperature=0.6), sampled("processed"))
 
 
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_trained_token_without_a_logprob_is_refused(name: str) -> None:
+    """Regression: NaN was exported, which makes the trainer's loss NaN."""
+    sample = alike("raw")
+    logprobs = np.array([0, -1, 0, np.nan], np.float32)
+    with pytest.raises(InvalidRequest, match=r"1 trained tokens of turn 1 .* have no finite logprob"):
+        EXPORTS[name](replace(sample, logprobs=logprobs))
+    EXPORTS[name](replace(sample, logprobs=logprobs, loss_mask=np.array([False, True, False, False])))
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("padded", "packed")])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(name: str, reward: float) -> None:
+    """Regression: trainers got it, and computed advantages with it."""
+    with pytest.raises(InvalidRequest, match=f"has the reward {reward}, expected a finite number"):
+        EXPORTS[name](replace(alike("raw"), reward=reward))
+
+
 @pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("prime-rl", "padded", "packed")])
 def test_sample_of_two_temperatures_is_refused_where_the_trainer_takes_one(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"sampled at (0\.6, 1|temperature)"):

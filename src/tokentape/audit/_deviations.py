@@ -19,7 +19,9 @@ CERTAIN = 0.01
 """A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
 
 _ENOUGH = 8
-"""The number of tokens that zeros or a shift need as evidence."""
+"""The number of tokens that zeros, a shift or an outlying turn need as evidence."""
+_OUTLYING = 0.25
+"""The share of a turn's tokens beyond the limit for one token that rounding can't explain."""
 _VALUES = 3
 """The number of different logprobs that rounding needs as evidence. By chance, one in thousands is a rounded value."""
 _MANY, _RELATED = 30, 0.3
@@ -73,6 +75,11 @@ class Compared(NamedTuple):
     def distance(self) -> Values:
         return apart_by(self.recorded, self.expected)
 
+    def outlying(self, limits: Precision) -> bool:
+        """Return whether more tokens are beyond the limit for one token than any rounding moves there."""
+        apart = self.distance() > limits.delta
+        return bool(apart.sum() >= _ENOUGH and apart.mean() > _OUTLYING)
+
 
 def apart_by(recorded: Values, expected: Values, slack: Values | float = 0.0) -> Values:
     """Return absolute differences, less the `slack` that rounding explains; infinite if there is no number."""
@@ -119,15 +126,18 @@ def _rounded(values: Values, grid: str) -> Values:
     return (single.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
-def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision, blank: bool) -> Found | None:
+def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision, blank: bool, whole: bool) -> Found | None:
     """Return zeros, a rounding of the recorded logprobs or a shift by one token, if it explains all differences.
 
-    `blank`: all recorded logprobs are 0.
+    `blank`: all recorded logprobs are 0. `whole`: all tokens were compared.
     """
-    if blank and sum(len(turn.recorded) for turn in turns) >= _ENOUGH:
+    broken = [turn for turn in turns if (turn.distance() > limits.delta).mean() > limits.share]
+    zeros = turns if blank else broken if whole and not any(turn.recorded.any() for turn in broken) else []
+    if sum(len(turn.recorded) for turn in zeros) >= _ENOUGH:
         why = "as if the engine returned none, or sampled only the likeliest token at each position"
-        short: tuple[Cause, ...] = ("rounding",) if min(turn.expected.min() for turn in turns) > -0.1 else ()
-        return ("zeros", "truncation", *short), f"all recorded logprobs are 0, {why}"
+        of = "" if blank else " of the turns that differ"
+        short: tuple[Cause, ...] = ("rounding",) if min(turn.expected.min() for turn in zeros) > -0.1 else ()
+        return ("zeros", "truncation", *short), f"all recorded logprobs{of} are 0, {why}"
     # Values that were cut instead of rounded are off by up to twice the slack, to one side.
     for how, side in (("rounded", 0), ("cut", -1), ("cut", 1)) if grid.name else ():
         slacks = [grid.slack(turn.recorded) for turn in turns]
@@ -135,7 +145,6 @@ def obvious_cause(turns: Sequence[Compared], grid: Grid, limits: Precision, blan
         distances = np.concatenate([apart_by(turn.recorded + side * s, turn.expected, s) for turn, s in pairs])
         if (distances > limits.delta).mean() <= limits.share and distances.mean() <= limits.mean:
             return ("rounding",), f"the recorded logprobs are {how} to {grid.name}, which explains the differences"
-    broken = [turn for turn in turns if (turn.distance() > limits.delta).mean() > limits.share]
     for by, neighbor in ((1, "next"), (-1, "previous")):
         if _shifted(broken, by, grid, limits):
             return ("shift",), f"the recorded logprobs are shifted by one: each is that of the {neighbor} token"
@@ -157,10 +166,10 @@ def scale_cause(turns: Sequence[Compared], grid: Grid, limits: Precision) -> Fou
     factor = float(np.median(recorded[telling] / expected[telling]))
     named = next((name for name, value in _FACTORS.items() if abs(factor - value) < 1e-3), "")
     what = f"the logprobs times {factor:.4g}{named and f', as with {named}'}"
-    candidates: list[tuple[Cause, str, Values]] = [
-        ("scale", f"the recorded numbers are {what}", factor * expected),
-        ("scale", "the recorded numbers are probabilities, not logprobs", np.exp(expected)),
-    ]
+    candidates: list[tuple[Cause, str, Values]] = []
+    if factor:
+        candidates.append(("scale", f"the recorded numbers are {what}", factor * expected))
+    candidates.append(("scale", "the recorded numbers are probabilities, not logprobs", np.exp(expected)))
     added = float(np.median((recorded - expected)[telling & (recorded != 0)])) if recorded[telling].any() else 0.0
     if abs(added) > limits.delta:
         what = f"the recorded numbers are the logprobs {added:+.3g}, at most 0"
@@ -303,7 +312,7 @@ class Deviations:
         """Return True if rounding in bfloat16 explains the size of the differences."""
         coarse = PRECISIONS["bfloat16"]
         together = np.concatenate([turn.distance()[turn.recorded < -CERTAIN] for turn in self._turns])
-        if not len(together):
+        if not len(together) or any(turn.outlying(coarse) for turn in self._turns):
             return False
         return bool(together.mean() <= coarse.mean and (together > coarse.delta).mean() <= coarse.share)
 

@@ -43,7 +43,7 @@ _LOOKED_AT = 4
 """The number of sequences of each group to score again, with alternatives: those with the most differences."""
 _TOKENS = 256
 _SEQUENCES = 256
-"""The number of sequences per group of which all logprobs are kept."""
+"""The number of sequences per group and degree of difference of which all logprobs are kept."""
 
 _EXPLAINED = 0.9
 
@@ -84,8 +84,8 @@ class Doubt:
     positions: npt.NDArray[np.int64]
     scored: list[tuple[_Tokens, _Tokens | None]]
     """Where to add the tokens after scoring, also by `Scores.among_tokens`."""
-    apart: int
-    """The number of its tokens with a larger difference than rounding explains."""
+    rank: tuple[int, int]
+    """Its degree of difference, and the number of its tokens with a larger difference than rounding explains."""
 
 
 class _Tokens(NamedTuple):
@@ -102,7 +102,8 @@ class _Group:
 
     declared: Rule
     sampled: set[Rule] = field(default_factory=set)
-    sequences: list[Compared] = field(default_factory=list)
+    turns: tuple[list[Compared], ...] = field(default_factory=lambda: ([], [], []))
+    """Turns that agree, that differ, and that are `Compared.outlying`."""
     tokens: int = 0
     apart: int = 0
     total: float = 0.0
@@ -115,7 +116,8 @@ class _Group:
 
     def too_far(self, limits: Precision) -> bool:
         many = max(self.tokens, 1)
-        return self.apart / many > limits.share or self.total / many > limits.mean
+        # A few outlying turns hardly change the share and the mean.
+        return bool(self.turns[2]) or self.apart / many > limits.share or self.total / many > limits.mean
 
     def joined(self, which: int) -> _Tokens | None:
         scored = [tokens for pair in self.scored if (tokens := pair[which]) is not None]
@@ -198,18 +200,20 @@ class Mismatch:
         return self._numbers.numbers()
 
     def _count(self, group: _Group, trajectory: Trajectory, positions: npt.NDArray[np.int64], value: Values) -> None:
-        recorded = trajectory.logprobs[positions].astype(np.float64)
-        distance = np.abs(recorded - value)
-        apart = ~(distance <= self._limits.delta)
+        turn = Compared(trajectory.logprobs[positions].astype(np.float64), value, positions)
+        distance = turn.distance()
+        apart = distance > self._limits.delta
         group.tokens += len(positions)
         group.apart += int(apart.sum())
         group.total += float(distance[np.isfinite(value)].sum())
-        if len(group.sequences) < _SEQUENCES:
-            group.sequences.append(Compared(recorded, value, positions))
-        if apart.any() or distance.mean() > self._limits.mean:
+        degree = 2 if turn.outlying(self._limits) else int(apart.any() or distance.mean() > self._limits.mean)
+        if len(group.turns[degree]) < _SEQUENCES:
+            group.turns[degree].append(turn)
+        if degree:
             some = positions[:_TOKENS]
-            doubt = Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored, int(apart[:_TOKENS].sum()))
-            group.doubts = sorted((*group.doubts, doubt), key=lambda doubt: -doubt.apart)[:_LOOKED_AT]
+            rank = degree, int(apart[:_TOKENS].sum())
+            doubt = Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored, rank)
+            group.doubts = sorted((*group.doubts, doubt), key=lambda doubt: doubt.rank, reverse=True)[:_LOOKED_AT]
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield sequences to score again, with up to `LOOK_TOP` alternatives."""
@@ -235,14 +239,15 @@ class Mismatch:
         return tuple(attributions)
 
     def _causes_of(self, version: str, group: _Group) -> Found:
-        grid = Grid(np.concatenate([turn.recorded for turn in group.sequences]))
-        if (obvious := obvious_cause(group.sequences, grid, self._limits, group.blank)) is not None:
+        turns = [turn for of_degree in group.turns for turn in of_degree]
+        grid = Grid(np.concatenate([turn.recorded for turn in turns]))
+        if (obvious := obvious_cause(turns, grid, self._limits, group.blank, not group.skipped)) is not None:
             return obvious
         # In float32 nothing else fits as exactly. In bfloat16 a temperature may look like a factor.
-        scale = scale_cause(group.sequences, grid, self._limits)
+        scale = scale_cause(turns, grid, self._limits)
         if scale is not None and (not self._limits.share or "not known" in scale[0]):
             return scale
-        deviations = Deviations(group.sequences, self._limits)
+        deviations = Deviations(turns, self._limits)
         unseen = f"{group.skipped} of {group.skipped + group.tokens}" if group.skipped > group.tokens else ""
         if (joined := group.joined(0)) is not None:
             explaining = _Explaining(joined, group, grid, self._limits, self._vocab)

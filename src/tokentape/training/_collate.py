@@ -132,8 +132,8 @@ def padded(
     Raises `InvalidRequest` if `samples` is empty; for an id outside the vocabulary; for a sample longer than `length`
     (`assemble(..., max_length=...)` cuts or drops these); if the first token of a sample carries loss; for a trained
     token without a value in a column; for a column or payload with the name of another array; for recorded logprobs
-    that `log_softmax(logits / temperature)` can't produce; and for logprobs over the whole vocabulary with recorded
-    supports.
+    that `log_softmax(logits / temperature)` can't produce, or of which some trained tokens have none; and for logprobs
+    over the whole vocabulary with recorded supports.
     """
     samples = _checked(samples, pad_id, vocab_size)
     if side not in ("right", "left"):

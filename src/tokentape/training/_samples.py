@@ -340,7 +340,8 @@ def _sample(
     piece: Piece, mine: Sequence[int], length: int, owners: Mapping[int, Trajectory], group: str | None
 ) -> Sample:
     whole = piece.trajectory
-    turns = sum(1 for start in whole.completion_starts[: piece.turns].tolist() if start < length)
+    # A completion can be empty.
+    turns = int(((whole.completion_starts < length) | (whole.completion_ends == length))[: piece.turns].sum())
     loss_mask = np.zeros(length, np.bool_)
     for n in mine:
         loss_mask[whole.completion_starts[n] : whole.completion_ends[n]] = True

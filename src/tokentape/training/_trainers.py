@@ -99,9 +99,15 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     return own
 
 
-def refuse_images(samples: Sequence[Sample]) -> None:
-    """Raise `InvalidRequest` if a sample has images, because trainers get no pixels."""
+def check_exportable(samples: Sequence[Sample]) -> None:
+    """Raise `InvalidRequest` if a reward is not finite, or a sample has images, because trainers get no pixels."""
     for sample in each(samples, Trajectory):
+        if sample.reward is not None and not np.isfinite(sample.reward):
+            raise InvalidRequest(
+                f"session {sample.session_id!r} has the reward {sample.reward}, expected a finite number: set one, or "
+                "leave the session out",
+                "samples",
+            )
         if sample.media:
             raise InvalidRequest(
                 f"session {sample.session_id!r} has {len(sample.media)} images, and exports have only their "
@@ -113,7 +119,8 @@ def refuse_images(samples: Sequence[Sample]) -> None:
 def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, int, float]]:
     """Return (start, end, temperature of the logprobs) for each turn with a trained token.
 
-    Raises `InvalidRequest`, with advice, if the logprobs are not those of `log_softmax(logits / temperature)`.
+    Raises `InvalidRequest`, with advice, if the logprobs are not those of `log_softmax(logits / temperature)`, or if a
+    trained token has none.
     """
     about = TRAINERS.get(trainer, _OWN)
     temperatures = []
@@ -130,6 +137,12 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
             )
         assert recorded is not None
         assert recorded.temperature is not None
+        if missing := int((sample.loss_mask & ~np.isfinite(sample.logprobs))[start:end].sum()):
+            raise InvalidRequest(
+                f"{missing} trained tokens of turn {turn} of session {sample.session_id!r} have no finite logprob: "
+                "leave the sample out, or pass `logprobs=False` (`check_logprobs=False` for a batch)",
+                "samples",
+            )
         temperatures.append((start, end, recorded.temperature))
     return temperatures
 

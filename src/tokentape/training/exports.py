@@ -8,7 +8,8 @@ A sample is truncated if its last turn ended with `length`. If the finish reason
 
 The fields follow each trainer's source code; docs/how-to/train.md lists the versions and the tests with them. All
 functions raise `InvalidRequest`, naming the setting to change, if the recorded logprobs belong to a different
-distribution than the trainer computes (see `_trainers`), and for samples with images, because exports have no pixels.
+distribution than the trainer computes (see `_trainers`), if a trained token has no logprob or a reward is not finite,
+and for samples with images, because exports have no pixels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.training import _supports as replays
 from tokentape.training._collate import column_of, padded, reward_of, to_torch
 from tokentape.training._samples import Sample
-from tokentape.training._trainers import refuse_images, temperature, token_temperatures
+from tokentape.training._trainers import check_exportable, temperature, token_temperatures
 from tokentape.types import Provenance
 
 Decode = Callable[[Sequence[int]], str]
@@ -408,8 +409,8 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None:
-    """Return the temperature that the trainer divides logits by; None without a trainer. Raises for images."""
-    refuse_images(samples)
+    """Return the temperature to divide logits by; None without a trainer. Raises as `check_exportable`."""
+    check_exportable(samples)
     return None if trainer is None else temperature(samples, trainer)
 
 

@@ -25,7 +25,7 @@ from tokentape.training._collate import group_advantages
 from tokentape.training._live import Rollout
 from tokentape.training._samples import MaxLength, Sample, Select
 from tokentape.training._stop_rule import StopRule
-from tokentape.training._trainers import refuse_images, temperature
+from tokentape.training._trainers import check_exportable, temperature
 from tokentape.training.trl._agents import Agent, Row, run_agent
 from tokentape.training.trl._serving import Policy
 
@@ -188,7 +188,7 @@ def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, flo
     """Return TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    refuse_images([sample])
+    check_exportable([sample])
     temperature([sample], "trl")
     versions = {version for _, _, version in sample.weight_spans}
     # If an engine names its weights with other texts than numbers, use the version at the start of the session.
