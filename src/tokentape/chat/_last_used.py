@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from itertools import islice
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -26,6 +27,11 @@ class LastUsed(Generic[_Key, _Value]):
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
+
+    def newest(self, most: int) -> list[_Value]:
+        """Return the values that were used last, at most `most`, the newest last."""
+        with self._lock:
+            return list(islice(reversed(self._kept.values()), most))[::-1]
 
     def put(self, key: _Key, value: _Value) -> _Value:
         """Store a value, unless its size alone exceeds the limit, and return it."""
