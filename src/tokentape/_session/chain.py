@@ -96,6 +96,7 @@ def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[Any], bytes
     scalars.created_at = float(turn.created_at) + 0.0
     parent = parent_digest or session_digest(turn.session_id)
     text = _with_messages(scalars, encode)
+    # Joined only once, because each join copies all messages.
     parts = [_TURN, framed(parent.encode("ascii")), packed_length(sum(map(len, text))), *text]
     for head, data in zip(_HEADS, map(array_bytes, _ARRAYS, _arrays_of(turn)), strict=True):
         parts += head, packed_length(len(data)), data

@@ -28,11 +28,10 @@ class SharedMessages(tuple[Message, ...]):
         """Return the canonical JSON of the messages. Raises like `canonical_json`."""
         return self._canonical or self._keep(canonical_json(self).encode("ascii"))
 
-    def begin_like(self, other: SharedMessages) -> None:
+    def begin_like(self, other: SharedMessages | None) -> None:
         """Reuse the canonical JSON of messages that differ only in the last one, if it is kept."""
-        if (text := other._canonical) is not None:
-            begins = text[: -len(canonical_json(other[-1])) - 1]
-            self._keep(b"".join((begins, canonical_json(self[-1]).encode("ascii"), b"]")))
+        if other is not None and (text := other._canonical) is not None:
+            self._keep(text[: -len(canonical_json(other[-1])) - 1] + canonical_json(self[-1]).encode("ascii") + b"]")
 
     def _keep(self, text: bytes) -> bytes:
         self._canonical = text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from itertools import islice
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -28,10 +27,10 @@ class LastUsed(Generic[_Key, _Value]):
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
-    def newest(self, most: int) -> list[_Value]:
-        """Return the values that were used last, at most `most`, the newest last."""
+    def values(self) -> list[_Value]:
+        """Return all values, the one used last at the end."""
         with self._lock:
-            return list(islice(reversed(self._kept.values()), most))[::-1]
+            return list(self._kept.values())
 
     def put(self, key: _Key, value: _Value) -> _Value:
         """Store a value, unless its size alone exceeds the limit, and return it."""

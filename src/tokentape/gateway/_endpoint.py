@@ -172,8 +172,7 @@ class Endpoint:
         before = body.prefix.span.count if body.prefix else 0
         count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.
-        counted = partial(check_count, lists=(), parts=self.dialect.parts)
-        span = body.span(count, counted) if lazy else None
+        span = body.span(count, partial(check_count, lists=(), parts=self.dialect.parts)) if lazy else None
         if (id_in_body := self.dialect.session_of(parsed)) is not None:
             session_id = address(request, caller, id_in_body)
         attempt = _attempt(request.headers, self.dialect.path, body, anonymous=session_id is None)

@@ -70,9 +70,9 @@ class RequestBody:
         """Return the span of the messages, with their `count`. `counted` returns the count of a body."""
         unread = self.unread
         try:
-            messages = msgspec.json.decode(unread, type=_Messages).messages
+            messages = msgspec.json.decode(unread, type=dict[str, msgspec.Raw])["messages"]
             entries = msgspec.json.decode(messages, type=list[msgspec.Raw])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, KeyError):
             return None
         # `messages` is a view of `unread`, so the difference of the addresses is its offset.
         start = _address(memoryview(unread))
@@ -97,10 +97,6 @@ class RequestBody:
         self._hash.update(memoryview(self.data)[self._hashed : end])
         self._hashed = end
         return self._hash.copy().digest()
-
-
-class _Messages(msgspec.Struct):
-    messages: msgspec.Raw
 
 
 def _address(view: memoryview) -> int:

@@ -50,10 +50,7 @@ _KEPT_TOKENS = 1 << 22
 """Maximum number of tokens in the cache of first prompts, at about 12 bytes each, including the messages."""
 
 _KEPT_BYTES = 1 << 25
-"""Maximum number of bytes in prefixes of first bodies whose messages are kept in memory."""
-
-_COMPARED = 64
-"""Maximum number of these prefixes with which the first body of a session is compared."""
+"""Maximum number of bytes in the prefixes of at most 64 first bodies, which keep their messages in memory."""
 
 
 class Bridge(Struct, frozen=True):
@@ -119,7 +116,9 @@ class PromptBuilder:
         """Returns the certificate for template kwargs in canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
         """Values of `_kind` that were bridged locally before, so that their next bridge takes a millisecond or two."""
-        self._prefixes: LastUsed[tuple[bytes, str], ParsedPrefix] = LastUsed(_KEPT_BYTES, lambda each: each.span.end)
+        self.prefixes: LastUsed[tuple[bytes, str], ParsedPrefix] = LastUsed(
+            _KEPT_BYTES, lambda prefix: max(prefix.span.end, _KEPT_BYTES // 64)
+        )
         """Prefixes of the first bodies of sessions, up to the last message, by digests of the bytes and the setup."""
         self._openings: LastUsed[str, tuple[SharedMessages, PromptTokens]] = LastUsed(
             _KEPT_TOKENS, lambda opening: len(opening[1].ids)
@@ -291,10 +290,9 @@ class PromptBuilder:
         if parent is None:
             if not session.turns:
                 shared, added = self._opening(request.messages, setup)
-                span = None if request.span is None else request.span.before
-                if span is not None and self._prefixes.get((span.digest, setup.digest)) is None:
-                    prefix = ParsedPrefix(span, setup.digest, point.key_before, shared)
-                    self._prefixes.put((span.digest, setup.digest), prefix)
+                span = request.span and request.span.before
+                if span and self.prefixes.get(where := (span.digest, setup.digest)) is None:
+                    self.prefixes.put(where, ParsedPrefix(span, setup.digest, point.key_before, shared))
                 point = structs.replace(point, new_messages=shared)
                 return prompt(added)
             return prompt(self._rendered(session, setup, new))
@@ -355,10 +353,6 @@ class PromptBuilder:
             stop_mismatch=self._stop_mismatch,
         )
 
-    def prefixes(self) -> list[ParsedPrefix]:
-        """Return prefixes of the first bodies of sessions, the newest last."""
-        return self._prefixes.newest(_COMPARED)
-
     def _opening(self, messages: Sequence[Message], setup: Setup) -> tuple[SharedMessages, PromptTokens]:
         """Render messages that contain no replies from this session, or return their cached rendering.
 
@@ -375,8 +369,7 @@ class PromptBuilder:
         rendered.ids.flags.writeable = rendered.provenance.flags.writeable = False
         shared = SharedMessages(messages)
         shared.digest = digest
-        if like is not None:
-            shared.begin_like(like)
+        shared.begin_like(like)
         return self._openings.put(key, (shared, rendered))
 
     def _sampled_replies(

@@ -171,7 +171,7 @@ class Turns:
 
     def prefixes(self, session_id: str, owner: str) -> Sequence[ParsedPrefix]:
         """Return prefixes of earlier bodies, for a request to a session that belongs to `owner` if it exists."""
-        return self.sessions.prefixes(session_id, owner) or self._prompts.prefixes()
+        return self.sessions.prefixes(session_id, owner) or self._prompts.prefixes.values()
 
     async def session(self, session_id: str, owner: str | None = None) -> Session:
         return (await self.sessions.get(session_id, owner)).session
