@@ -114,3 +114,11 @@ def test_a_value_that_is_too_large_is_returned_and_not_kept() -> None:
     kept.put("b", "is")
     assert kept.put("a", "large") == "large"
     assert (kept.get("a"), kept.get("b")) == (None, "is")
+
+
+def test_the_value_used_last_is_at_the_end() -> None:
+    kept: LastUsed[str, str] = LastUsed(9, len)
+    for key in "abc":
+        kept.put(key, key)
+    kept.get("a")
+    assert kept.values() == ["b", "c", "a"]

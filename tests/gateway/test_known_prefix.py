@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
+from tokentape._session.chain import turn_digest
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
+from tokentape.gateway._http import check_count
 from tokentape.gateway._prefix import ParsedPrefix, RequestBody
 from tokentape.gateway._serve import running
 from tokentape.gateway._session_cache import SessionCache
 from tokentape.gateway._turns import Turns
+from tokentape.gateway._wire import chat_completions
 from tokentape.store import SqliteStore
 
 TEXT = st.text(st.sampled_from('a"\\],[{}: \n\té😀'), max_size=8)
@@ -54,6 +59,28 @@ def test_unread_part_has_the_new_messages_and_all_other_fields(
     assert place == RequestBody(second).span()
     assert place is not None
     assert place.digest == hashlib.sha256(second[: place.end]).digest()
+
+
+@given(st.lists(MESSAGE, min_size=2, max_size=4), FIELDS, FIELDS, SPACE)
+def test_span_of_all_messages_but_the_last_is_that_of_a_body_that_ends_there(
+    messages: list[Any], before: dict[str, Any], after: dict[str, Any], space: tuple[str, str]
+) -> None:
+    after = {f"z{name}": value for name, value in after.items()}
+    shorter = RequestBody(write(messages[:-1], before, {}, space)).span()
+    place = RequestBody(write(messages, before, after, space)).span()
+    assert place is not None
+    assert shorter is not None
+    assert place.before == structs.replace(shorter, before=None)
+
+
+def test_count_of_all_messages_but_the_last_leaves_out_its_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": [*parts, *parts]}]}
+    counted = partial(check_count, lists=(), parts=("content",))
+    place = RequestBody(json.dumps(body).encode()).span(counted(body), counted)
+    assert place is not None
+    assert place.before is not None
+    assert (place.count, place.before.count) == (8, 3)
 
 
 @given(st.lists(MESSAGE, min_size=1, max_size=4), st.lists(MESSAGE, min_size=1, max_size=3), st.data())
@@ -152,8 +179,59 @@ def test_known_prefixes_do_not_change_the_record(
     with SqliteStore.open(tmp_path / "known") as store:
         turns = recorded(renderer, store, follow_ups)
     assert max(counted) == 4
-    monkeypatch.setattr(SessionCache, "prefixes", lambda *_: ())
+    monkeypatch.setattr(Turns, "prefixes", lambda *_: ())
     with SqliteStore.open(tmp_path / "read") as store:
         assert recorded(renderer, store, follow_ups) == turns
     assert [parent for parent, _, _ in turns[:4]] == [None, 0, 1, 2]
     assert len({fork for _, fork, _ in turns}) > 2
+
+
+QUESTIONS = [
+    history([], 0, {"role": "assistant", "content": "é"}, {"role": "user", "content": "<|im_end|> 1"}),
+    history([], 0, {"role": "assistant", "content": "é"}, {"role": "user", "content": "<|im_end|> 1"}),
+    history([], 0, {"role": "assistant", "content": "é"}, {"role": "user", "content": "another 2.50"}),
+    history([], 0, {"role": "assistant", "content": "other"}, {"role": "user", "content": "another 2.50"}),
+    history([], 0, {"role": "assistant", "content": "é"}, *[{"role": "user", "content": "more"}] * 2),
+    history([], 0, {"role": "assistant", "content": "é"}),
+]
+
+
+def first_calls(renderer: Renderer, path: Path, bodies: list[Any]) -> tuple[list[Any], list[httpx2.Response]]:
+    """Return the prompt and the turn of each body, the first of its own session, and the answers."""
+    engine, answers, found = ScriptedEngine(renderer, [CALL] * len(bodies)), list[httpx2.Response](), list[Any]()
+    store = SqliteStore.open(path)
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client() as http:
+        for n, body in enumerate(bodies):
+            answers.append(http.post(f"{url}/sessions/{n}/v1/chat/completions", json=body, timeout=PATIENCE))
+        turns = [store.load_session(str(n)).turns[0] for n in range(len(bodies))]
+    for (prompt, _), turn in zip(engine.requests, turns, strict=True):
+        found.append((prompt, turn.messages, turn.added_ids.tolist(), turn.added_provenance.tolist(), turn.fork))
+        assert turn_digest(turn, None) == turn.digest
+    return found, answers
+
+
+def test_first_bodies_that_begin_alike_do_not_change_the_record(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = [{"messages": messages, "tools": TOOLS} for messages in QUESTIONS]
+    alike, _ = first_calls(renderer, tmp_path / "alike", bodies)
+    monkeypatch.setattr(Turns, "prefixes", lambda *_: ())
+    apart, _ = first_calls(renderer, tmp_path / "apart", bodies)
+    assert alike == apart
+    assert [list(messages) for _, messages, *_ in alike] == QUESTIONS
+
+
+def test_only_the_messages_after_a_common_beginning_are_decoded(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoded = chat_completions._message, list[int]()
+    monkeypatch.setattr(chat_completions, "_message", lambda *args: decoded.append(args[0]) or decode(*args))
+    first_calls(renderer, tmp_path, [{"messages": messages, "tools": TOOLS} for messages in QUESTIONS])
+    # The fourth body has another third message, and the fifth has two messages after the common beginning.
+    assert decoded == [0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 0, 1, 0, 1, 2]
+
+
+def test_ignored_fields_of_messages_are_named_in_every_session(renderer: Renderer, tmp_path: Path) -> None:
+    messages = [{**message, "mood": "good"} if n == 1 else message for n, message in enumerate(QUESTIONS[0])]
+    _, answers = first_calls(renderer, tmp_path, [{"messages": messages}] * 2)
+    assert [answer.headers["X-Tokentape-Ignored-Params"] for answer in answers] == ["messages.mood"] * 2

@@ -95,21 +95,23 @@ def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[Any], bytes
     # A database may drop the sign of a zero.
     scalars.created_at = float(turn.created_at) + 0.0
     parent = parent_digest or session_digest(turn.session_id)
-    parts = [_TURN, framed(parent.encode("ascii"), _with_messages(scalars, encode))]
+    text = _with_messages(scalars, encode)
+    # Joined only once, because each join copies all messages.
+    parts = [_TURN, framed(parent.encode("ascii")), packed_length(sum(map(len, text))), *text]
     for head, data in zip(_HEADS, map(array_bytes, _ARRAYS, _arrays_of(turn)), strict=True):
         parts += head, packed_length(len(data)), data
     return sha256(b"".join(parts)).hexdigest()
 
 
-def _with_messages(scalars: Any, encode: Callable[[Any], bytes]) -> bytes:
-    """Return `encode(scalars)`. Messages that sessions share are encoded only once."""
+def _with_messages(scalars: Any, encode: Callable[[Any], bytes]) -> tuple[bytes, ...]:
+    """Return `encode(scalars)` in parts. Messages that sessions share are encoded only once."""
     messages = scalars.messages
     if not isinstance(messages, SharedMessages):
-        return encode(scalars)
+        return (encode(scalars),)
     named = {name: value for name, default in _DEFAULTS.items() if (value := getattr(scalars, name)) is not default}
     before = encode({name: value for name, value in named.items() if name < "messages"})
     after = encode({name: value for name, value in named.items() if name > "messages"})
-    return b"".join((before[:-1], b',"messages":', messages.canonical(), b",", after[1:]))
+    return before[:-1], b',"messages":', messages.canonical(), b",", after[1:]
 
 
 @lru_cache(maxsize=256)

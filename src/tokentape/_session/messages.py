@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 from tokentape._canonical import canonical_json
@@ -18,41 +19,45 @@ _MOST_RECENT = 16
 class SharedMessages(tuple[Message, ...]):
     """The first messages of several sessions, which are encoded and compressed only once."""
 
-    in_order: bytes | None = None
-    """Their JSON by `quick_json_in_order`, if it is known and they are not compressed yet."""
+    digest: bytes = b""
+    """Digest of the JSON of all messages but the last; see `PromptBuilder`."""
     compressed: bytes | None = None
     _canonical: bytes | None = None
 
     def canonical(self) -> bytes:
         """Return the canonical JSON of the messages. Raises like `canonical_json`."""
-        text = self._canonical
-        if text is None:
-            text = self._canonical = canonical_json(self).encode("ascii")
-            _recent.append(self)
-            if len(_recent) > _MOST_RECENT:
-                _recent.popleft()._canonical = None
+        return self._canonical or self._keep(canonical_json(self).encode("ascii"))
+
+    def begin_like(self, other: SharedMessages | None) -> None:
+        """Reuse the canonical JSON of messages that differ only in the last one, if it is kept."""
+        if other is not None and (text := other._canonical) is not None:
+            self._keep(text[: -len(canonical_json(other[-1])) - 1] + canonical_json(self[-1]).encode("ascii") + b"]")
+
+    def _keep(self, text: bytes) -> bytes:
+        self._canonical = text
+        _recent.append(self)
+        if len(_recent) > _MOST_RECENT:
+            _recent.popleft()._canonical = None
         return text
 
 
+@dataclass(eq=False, repr=False)
 class LazyMessages(Sequence[Message]):
-    """A request's messages, parsed by `read` on first access.
+    """A request's messages, parsed by `read` on first access."""
 
-    `tail` contains the last messages, already parsed. `key` is the history key (see `history_keys`) of the messages
-    before them, under the setup with the digest `setup`.
-    """
-
-    def __init__(
-        self, read: Callable[[], Sequence[Message]], tail: Sequence[Message] = (), key: bytes = b"", setup: str = ""
-    ) -> None:
-        self.tail = tail
-        self.key = key
-        self.setup = setup
-        self._read = read
-        self._messages: tuple[Message, ...] | None = None
+    read: Callable[[], Sequence[Message]]
+    tail: Sequence[Message] = ()
+    """The last messages, already parsed."""
+    key: bytes = b""
+    """The history key (see `history_keys`) of the messages before them, under the setup with the digest `setup`."""
+    setup: str = ""
+    known: SharedMessages | None = None
+    """If not None, the messages before `tail` and one more. Nothing is read then."""
+    _messages: tuple[Message, ...] | None = field(default=None, init=False)
 
     def _all(self) -> tuple[Message, ...]:
         if self._messages is None:
-            self._messages = tuple(self._read())
+            self._messages = tuple(self.read()) if self.known is None else (*self.known[:-1], *self.tail)
         return self._messages
 
     @overload

@@ -45,6 +45,8 @@ class ContinuationPoint(Struct, frozen=True):
     """The key for the request's whole history, see `history_keys`."""
     system: bool = False
     """Whether the parent's history has a system or developer message."""
+    key_before: bytes = b""
+    """The key for the history without its last message, if the request is rendered from the start."""
 
 
 class Session:
@@ -114,13 +116,15 @@ class Session:
         If several turns have the same history, prefer the turn whose reasoning was sent back, then the newest turn.
         """
         self._index_turns()
+        keys, point = list[bytes](), None
         if isinstance(messages, LazyMessages) and messages.setup == setup:
-            point = self._after(messages.tail, history_keys(setup, messages.tail, messages.key), None)
-            if point is not None:
-                return point
-        keys = history_keys(setup, messages)
-        point = self._after(messages, keys, lambda end: [reasoning_of(message) for message in messages[:end]])
-        return point or ContinuationPoint(None, tuple(messages), NO_IDS, keys[-1] if keys else b"")
+            keys = [messages.key, *history_keys(setup, messages.tail, messages.key)]
+            point = self._after(messages.tail, keys[1:], None)
+        if point is None and (self.turns or not keys):
+            keys = history_keys(setup, messages)
+            point = self._after(messages, keys, lambda end: [reasoning_of(message) for message in messages[:end]])
+        before, key = [b"", b"", *keys][-2:]
+        return point or ContinuationPoint(None, tuple(messages[:]), NO_IDS, key, key_before=before)
 
     def _after(
         self, messages: Sequence[Message], keys: Sequence[bytes], reasoning: Callable[[int], list[str]] | None

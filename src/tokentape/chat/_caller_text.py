@@ -106,7 +106,10 @@ class Escaper:
         if ends and text in self._inner:
             # At the end, so that templates that sort keys or look for their beginning see them as they are.
             return text + _NOTHING
-        for n in self._part_lengths if ends else ():
+        most = self._part_lengths[-1] if self._part_lengths else 0
+        # Most texts have neither end of a control token near their own ends.
+        near = ends and not self._placeholder_of.keys().isdisjoint(text[:most] + text[-most:])
+        for n in self._part_lengths if near else ():
             if n > len(text):
                 break
             if text[-n:] in self._heads:
@@ -227,15 +230,12 @@ def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
 
     A token that covers both a caller's and the template's characters gets the caller's provenance.
     """
-    out = np.full(len(spans), _TEMPLATE, dtype=np.uint8)
-    starts = spans[:, 0]
+    # What follows the text is the template's.
+    padded, starts = np.append(codes, np.uint8(_TEMPLATE)), spans[:, 0]
     # Callers' codes differ from TEMPLATE; a token that mixes both starts or ends in the caller's text.
-    ends = np.maximum(spans[:, 1] - 1, starts)
-    inside = starts < len(codes)
-    first = codes[starts[inside]]
-    last = codes[np.minimum(ends[inside], len(codes) - 1)]
-    out[inside] = np.where(first != _TEMPLATE, first, last)
-    return out
+    first = padded.take(starts, mode="clip")
+    last = padded.take(np.maximum(np.minimum(spans[:, 1], len(codes)) - 1, starts), mode="clip")
+    return np.where(first != _TEMPLATE, first, last)
 
 
 def _edge_characters(code: Provenance) -> tuple[str, str]:

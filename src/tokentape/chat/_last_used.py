@@ -27,6 +27,11 @@ class LastUsed(Generic[_Key, _Value]):
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
+    def values(self) -> list[_Value]:
+        """Return all values, the one used last at the end."""
+        with self._lock:
+            return list(self._kept.values())
+
     def put(self, key: _Key, value: _Value) -> _Value:
         """Store a value, unless its size alone exceeds the limit, and return it."""
         if self._size(value) > self._most:

@@ -55,7 +55,8 @@ class Sections:
         encoded = dict(zip(missing, map(_section, self._encoded(texts), map(len, texts)), strict=True))
         entries = [cached[key] or self._kept.put(key, encoded[key]) for key in keys]
         starts = np.cumsum([0, *map(len, sections[:-1])])
-        spans = np.concatenate([own + start for (_, own), start in zip(entries, starts, strict=True)])
+        spans = np.concatenate([own for _, own in entries], dtype=np.int64)
+        spans += np.repeat(starts, [len(own) for _, own in entries])[:, None]
         return np.concatenate([ids for ids, _ in entries]), spans
 
     def _cut(self, text: str) -> Iterator[str]:

@@ -163,7 +163,7 @@ class Endpoint:
         data = await read_json_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
-        body = RequestBody(data, turns.sessions.prefixes(session_id or "", caller.owner) if lazy else ())
+        body = RequestBody(data, turns.prefixes(session_id or "", caller.owner) if lazy else ())
         try:
             parsed = parse_json(body.unread)
         except InvalidRequest:
@@ -172,7 +172,7 @@ class Endpoint:
         before = body.prefix.span.count if body.prefix else 0
         count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.
-        span = body.span(count) if lazy else None
+        span = body.span(count, partial(check_count, lists=(), parts=self.dialect.parts)) if lazy else None
         if (id_in_body := self.dialect.session_of(parsed)) is not None:
             session_id = address(request, caller, id_in_body)
         attempt = _attempt(request.headers, self.dialect.path, body, anonymous=session_id is None)
@@ -187,6 +187,9 @@ class Endpoint:
             turns.enforce_tools,
         )
         decoded, fields = await self._decode(body, parsed, span, context)
+        if fields.get("span") and any(name.startswith("messages.") for name in decoded.ignored):
+            # Other sessions must decode these messages too, because the first reply of each names their ignored fields.
+            fields["span"] = replace(fields["span"], before=None)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
         hint = request.headers.get(SESSION_HEADER)
@@ -247,7 +250,7 @@ class Endpoint:
             with suppress(InvalidRequest):
                 decoded = await self.dialect.decode(parsed, context)
                 tail = decoded.turn.messages
-                messages = LazyMessages(lambda: read(body.data, context), tail, prefix.key, prefix.setup)
+                messages = LazyMessages(lambda: read(body.data, context), tail, prefix.key, prefix.setup, prefix.known)
                 return decoded, {"messages": messages, "span": span}
         return await self.dialect.decode(parse_json(body.data), context), {}
 

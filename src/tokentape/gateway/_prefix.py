@@ -2,22 +2,24 @@
 
 An agent sends its whole history with every call. If a body begins with the same bytes as an earlier request in the
 session, up to the end of that request's last message, then it begins with the same messages, and only the remaining
-messages are decoded. The SHA-256 of those bytes is compared, computed while the whole body is hashed, so that no
-earlier bodies are kept in memory.
+messages are decoded. The first body of a session is compared with the first bodies of other sessions, up to the end of
+the message before their last, because sessions in a group begin alike. The SHA-256 of those bytes is compared, computed
+while the whole body is hashed, so that no earlier bodies are kept in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
-_WHITE = b" \t\r\n"
-"""JSON's whitespace."""
+from tokentape._session.messages import SharedMessages
 
 _COMMA = re.compile(rb"[ \t\r\n]*,")
 
@@ -31,16 +33,20 @@ class MessagesSpan(msgspec.Struct, frozen=True):
     """SHA-256 of the first `end` bytes."""
     count: int = 0
     """Number of messages and their parts; see `check_count`."""
+    before: MessagesSpan | None = None
+    """The span without the last message, if there are others."""
 
 
 class ParsedPrefix(msgspec.Struct, frozen=True):
-    """The prefix of an earlier request body in the session, up to the end of its last message."""
+    """The prefix of an earlier request body, up to the end of a message."""
 
     span: MessagesSpan
     setup: str
     """Digest of the setup of that request."""
     key: bytes
     """Key of the history that its messages form; see `history_keys`."""
+    known: SharedMessages | None = None
+    """Its messages and one more, if they are in memory."""
 
 
 class RequestBody:
@@ -60,22 +66,26 @@ class RequestBody:
             if comma is not None and self._digest(end) == prefix.span.digest:
                 self.prefix, self.unread = prefix, data[: prefix.span.head] + data[comma.end() :]
 
-    def span(self, count: int = 0) -> MessagesSpan | None:
+    def span(self, count: int = 0, counted: Callable[[Any], int] = lambda _: 0) -> MessagesSpan | None:
+        """Return the span of the messages, with their `count`. `counted` returns the count of a body."""
         unread = self.unread
         try:
-            messages = memoryview(msgspec.json.decode(unread, type=_Messages).messages)
-        except msgspec.DecodeError:
+            messages = msgspec.json.decode(unread, type=dict[str, msgspec.Raw])["messages"]
+            entries = msgspec.json.decode(messages, type=list[msgspec.Raw])
+        except (msgspec.DecodeError, KeyError):
             return None
         # `messages` is a view of `unread`, so the difference of the addresses is its offset.
-        start = _address(messages) - _address(memoryview(unread))
-        end = start + len(messages) - 1
-        while unread[end - 1] in _WHITE:
-            end -= 1
-        if self.prefix is not None:
-            if start + 1 != self.prefix.span.head:
-                return None
-            end += len(self.data) - len(unread)
-        return MessagesSpan(start + 1, end, self._digest(end), count)
+        start = _address(memoryview(unread))
+        head = _address(memoryview(messages)) - start + 1
+        if self.prefix is not None and head != self.prefix.span.head:
+            return None
+        start -= len(self.data) - len(unread)
+        ends = [_address(memoryview(raw)) + len(memoryview(raw)) - start for raw in entries[-2:]]
+        before = None if self.prefix is None else structs.replace(self.prefix.span, before=None)
+        if len(ends) > 1:
+            last = counted({"messages": [msgspec.json.decode(entries[-1])]})
+            before = MessagesSpan(head, ends[0], self._digest(ends[0]), count - last)
+        return MessagesSpan(head, ends[-1], self._digest(ends[-1]), count, before) if ends else None
 
     def digest(self, path: str) -> str:
         """Return the hex SHA-256 of the path, a NUL and the SHA-256 of the body. It identifies a call."""
@@ -87,10 +97,6 @@ class RequestBody:
         self._hash.update(memoryview(self.data)[self._hashed : end])
         self._hashed = end
         return self._hash.copy().digest()
-
-
-class _Messages(msgspec.Struct):
-    messages: msgspec.Raw
 
 
 def _address(view: memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from tokentape.errors import ContextTooLong, TokentapeError, UnsupportedParamete
 from tokentape.gateway._choices import DRIFT, differs_at
 from tokentape.gateway._events import TurnRequest
 from tokentape.gateway._images import receive
+from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
@@ -46,6 +48,9 @@ _QUICK = 4096
 _KEPT_KINDS = 1024
 _KEPT_TOKENS = 1 << 22
 """Maximum number of tokens in the cache of first prompts, at about 12 bytes each, including the messages."""
+
+_KEPT_BYTES = 1 << 25
+"""Maximum number of bytes in the prefixes of at most 64 first bodies, which keep their messages in memory."""
 
 
 class Bridge(Struct, frozen=True):
@@ -111,6 +116,10 @@ class PromptBuilder:
         """Returns the certificate for template kwargs in canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
         """Values of `_kind` that were bridged locally before, so that their next bridge takes a millisecond or two."""
+        self.prefixes: LastUsed[tuple[bytes, str], ParsedPrefix] = LastUsed(
+            _KEPT_BYTES, lambda prefix: max(prefix.span.end, _KEPT_BYTES // 64)
+        )
+        """Prefixes of the first bodies of sessions, up to the last message, by digests of the bytes and the setup."""
         self._openings: LastUsed[str, tuple[SharedMessages, PromptTokens]] = LastUsed(
             _KEPT_TOKENS, lambda opening: len(opening[1].ids)
         )
@@ -280,7 +289,10 @@ class PromptBuilder:
             return fork("template_history", unless_continued=True)
         if parent is None:
             if not session.turns:
-                shared, added = self._opening(new, setup)
+                shared, added = self._opening(request.messages, setup)
+                span = request.span and request.span.before
+                if span and self.prefixes.get(where := (span.digest, setup.digest)) is None:
+                    self.prefixes.put(where, ParsedPrefix(span, setup.digest, point.key_before, shared))
                 point = structs.replace(point, new_messages=shared)
                 return prompt(added)
             return prompt(self._rendered(session, setup, new))
@@ -346,15 +358,18 @@ class PromptBuilder:
 
         Also return the messages, as an object that all sessions share.
         """
-        text = quick_json_in_order(tuple(messages))
-        key = digest_of(setup.key.encode(), text)
+        like = messages.known if isinstance(messages, LazyMessages) and len(messages.tail) == 1 else None
+        messages = messages[:]
+        digest = hashlib.sha256(quick_json_in_order(messages[:-1])).digest() if like is None else like.digest
+        key = digest_of(setup.key.encode(), digest, quick_json_in_order(messages[-1:]))
         cached = self._openings.get(key)
         if cached is not None:
             return cached
         rendered = self._renderer.render(messages, setup, history=self._history, stop_mismatch=self._stop_mismatch)
         rendered.ids.flags.writeable = rendered.provenance.flags.writeable = False
         shared = SharedMessages(messages)
-        shared.in_order = text
+        shared.digest = digest
+        shared.begin_like(like)
         return self._openings.put(key, (shared, rendered))
 
     def _sampled_replies(

@@ -169,6 +169,10 @@ class Turns:
         self.pins.with_session(metadata).check(self.engine.info)
         return await self.sessions.create(session_id, metadata, owner)
 
+    def prefixes(self, session_id: str, owner: str) -> Sequence[ParsedPrefix]:
+        """Return prefixes of earlier bodies, for a request to a session that belongs to `owner` if it exists."""
+        return self.sessions.prefixes(session_id, owner) or self._prompts.prefixes.values()
+
     async def session(self, session_id: str, owner: str | None = None) -> Session:
         return (await self.sessions.get(session_id, owner)).session
 

@@ -210,6 +210,10 @@ def _compressed(data: bytes, level: int) -> bytes:
     return short.compress(data) + short.flush()
 
 
+_compressed_codes = lru_cache(maxsize=4)(partial(_compressed, level=zlib.Z_DEFAULT_COMPRESSION))
+"""Compresses provenance codes. Sessions in a group begin with equal codes."""
+
+
 def _deflate(value: object) -> bytes:
     return _compressed(json_in_order(value).encode("ascii"), _LEVEL)
 
@@ -219,13 +223,12 @@ def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
         return _deflate(messages)
     if messages.compressed is None:
         messages.compressed = _deflate_opening(messages)
-        messages.in_order = None
     return messages.compressed
 
 
 def _deflate_opening(messages: SharedMessages) -> bytes:
     """Compress the first messages of a session. Sessions may differ only in the last one; see `_compressed_so_far`."""
-    text = messages.in_order or quick_json_in_order(messages)
+    text = quick_json_in_order(messages)
     begins = len(text) + 1 - len(quick_json_in_order(messages[-1:]))
     if begins < _LONG:
         return _compressed(text, _LEVEL)
@@ -332,7 +335,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "added_ids": _array("added_ids"),
     "added_provenance": (
-        lambda codes: _compressed(array_bytes("added_provenance", codes), zlib.Z_DEFAULT_COMPRESSION),
+        lambda codes: _compressed_codes(array_bytes("added_provenance", codes)),
         lambda data: array_from_bytes("added_provenance", zlib.decompress(data)),
     ),
     "completion_ids": _array("completion_ids"),
