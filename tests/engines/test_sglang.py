@@ -683,6 +683,25 @@ def test_a_server_that_speculates_may_look_for_stops_late(server: FakeServer, al
     assert asyncio.run(late_stops()) == late
 
 
+def test_facts_of_a_restarted_server_are_read_again(server: FakeServer) -> None:
+    async def main() -> list[SampleDelta]:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.reset(answers(enable_deterministic_inference=True, incremental_streaming_output=True))
+        server.answers["/generate"] = lambda body: streaming(sse(events(body, incremental=True)))
+        assert await engine.find_logprobs_mode() == "scaled_logprobs"
+        server.answers["/model_info"] = JSONResponse({"preferred_sampling_params": {"regex": "a"}})
+        with pytest.raises(EngineContractError, match="regex"):
+            await engine.find_logprobs_mode()
+        call = engine.sample(PROMPT, replace(PARAMS, seed=7), stream=True, request_id="call-1")
+        try:
+            return [delta async for delta in call]
+        finally:
+            await engine.close()
+
+    assert joined(asyncio.run(main()))[0] == tuple(SAMPLED)
+    assert server.bodies("/generate")[-1]["sampling_params"]["sampling_seed"] == 7
+
+
 def test_another_server_is_not_taken_for_sglang(server: FakeServer) -> None:
     server.answers["/server_info"] = JSONResponse({"hello": "world"})
     with pytest.raises(EngineContractError, match="SGLang"):

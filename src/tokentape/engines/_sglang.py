@@ -79,6 +79,14 @@ class SglangEngine(RemoteEngine):
 
     @classmethod
     async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        info, server = await cls._facts(http, vocab_size)
+        engine = cls(http, info, server, verify_prompt=verify_prompt)
+        engine.info = replace(info, logprobs_mode=await engine._logprobs_mode())
+        return engine
+
+    @classmethod
+    async def _facts(cls, http: HttpClient, vocab_size: int) -> tuple[EngineInfo, _SglangServer]:
+        """Return the facts about the server. Raises `EngineContractError` if its start options change the samples."""
         card = (await served_cards(http))[0]
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
@@ -98,9 +106,7 @@ class SglangEngine(RemoteEngine):
             scoring_paths=("/generate",),
             late_stops=SPECULATED if server.speculative_algorithm else 0,
         )
-        engine = cls(http, info, server, verify_prompt=verify_prompt)
-        engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
-        return engine
+        return info, server
 
     @classmethod
     async def served_as(cls, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
@@ -197,7 +203,13 @@ class SglangEngine(RemoteEngine):
         return msgspec.json.encode(body)
 
     async def find_logprobs_mode(self) -> str:
-        """See `RemoteEngine.find_logprobs_mode`. This samples two tokens, at temperatures 1 and 2.
+        """See `RemoteEngine.find_logprobs_mode`. This also reads the other facts again, which a restart may change."""
+        info, self._server = await self._facts(self.http, self.info.vocab_size)
+        self.info = replace(info, logprobs_mode=await self._logprobs_mode())
+        return self.info.logprobs_mode
+
+    async def _logprobs_mode(self) -> str:
+        """Return the mode, found out with two tokens, sampled at temperatures 1 and 2.
 
         If log-probabilities include the temperature, the difference between two of them is halved at temperature 2.
         """
