@@ -112,6 +112,7 @@ class OpenAiEngine(RemoteEngine):
             scoring_paths=("/v1/completions",) if api.owned_by == "vllm" else (),
             late_stops=api.late_stops,
         )
+            early_stops=api.owned_by == "sglang",
         try:
             await cls(http, any_id(info), api)._probe()
         except InvalidRequest as error:

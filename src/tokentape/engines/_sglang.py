@@ -103,6 +103,7 @@ class SglangEngine(RemoteEngine):
             sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
             media=frozenset({"image"} if images else ()),
+            early_stops=True,
             scoring_paths=("/generate",),
             late_stops=SPECULATED if server.speculative_algorithm else 0,
         )
