@@ -27,7 +27,7 @@ from tokentape.engines._base import (
     SampleDelta,
     SamplingParams,
 )
-from tokentape.engines._distributions import truncates
+from tokentape.engines._distributions import GREEDY_BELOW, likeliest_alone, truncates
 from tokentape.engines._http import HttpClient, Stage, attempt
 from tokentape.engines._identity import ServedAs, served_cards
 from tokentape.engines._remote import (
@@ -46,9 +46,6 @@ from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
 
-# The server samples greedily at temperatures below this.
-_LOWEST_TEMPERATURE = 1e-6
-
 # Newer versions accept 64-bit seeds, but the kernels of older versions only 32-bit seeds.
 _SEEDS = 1 << 31
 
@@ -63,11 +60,12 @@ class SglangEngine(RemoteEngine):
     """An engine for SGLang servers. Open it with `open`.
 
     SGLang's `ignore_eos` switches off both `stop_token_ids` and the model's own end-of-sequence ids. So a completion
-    with `stop_token_ids` also ends at end-of-sequence ids; without them it ends only at stop strings and `max_tokens`.
+    with `stop_token_ids` or a grammar also ends at end-of-sequence ids; others only at stop strings and `max_tokens`.
     """
 
     tokenize_api = TokenizeApi(decoded="text", decoding={"skip_special_tokens": False})
     own_path = "/get_server_info"  # vLLM in development mode also has `/server_info`
+    _lowest_temperature = GREEDY_BELOW
     _abort_path = "/abort_request"
 
     def __init__(
@@ -103,9 +101,9 @@ class SglangEngine(RemoteEngine):
             sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
             media=frozenset({"image"} if images else ()),
-            early_stops=True,
             scoring_paths=("/generate",),
             late_stops=SPECULATED if server.speculative_algorithm else 0,
+            early_stops=True,
         )
         return info, server
 
@@ -130,10 +128,6 @@ class SglangEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
-        if 0 < params.temperature < _LOWEST_TEMPERATURE:
-            raise InvalidRequest(
-                f"SGLang samples greedily at temperatures below {_LOWEST_TEMPERATURE:g}; use 0 for that", "temperature"
-            )
         if not (truncates(params) and 0 < params.top_k <= self._server.sampling_mask_max_tokens):
             # The server refuses to report sampling masks without a top_k that limits their size.
             params = replace(params, supports=0)
@@ -151,12 +145,12 @@ class SglangEngine(RemoteEngine):
         sent_prompt = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
         # SGLang refuses `max_tokens` that exceed the context. Other servers end such calls with `length`.
         room = self.info.max_context - len(prompt_ids)
-        limited = replace(params, max_tokens=min(params.max_tokens, room))
+        limited = replace(likeliest_alone(params), max_tokens=min(params.max_tokens, room))
         body = self._request_body(sent_prompt, limited, stream, rid, media)
         reply = SglangReply(
             params,
             self.info.vocab_size,
-            own_stops=bool(params.stop_token_ids),
+            own_stops=_own_stops(params),
             prompt=prompt,
             prompt_tokens=len(prompt_ids),
             call=rid,
@@ -228,6 +222,14 @@ class SglangEngine(RemoteEngine):
         return top[0][1] - top[1][1]
 
 
+def _own_stops(params: SamplingParams) -> bool:
+    """Return whether a completion must end at the model's own end-of-sequence ids: `ignore_eos` switches off more.
+
+    With it the server ignores `stop_token_ids`, and after a complete grammar it samples one token without the grammar.
+    """
+    return bool(params.stop_token_ids) or params.json_schema is not None or params.structural_tag is not None
+
+
 def _sampling_fields(params: SamplingParams) -> dict[str, object]:
     """Return every sampling field that has a default in the server."""
     return {
@@ -235,8 +237,7 @@ def _sampling_fields(params: SamplingParams) -> dict[str, object]:
         "max_new_tokens": params.max_tokens,
         "min_new_tokens": min(params.min_tokens, params.max_tokens),
         "top_k": params.top_k or -1,
-        # With `ignore_eos` the server ignores the request's stop ids too.
-        "ignore_eos": not params.stop_token_ids,
+        "ignore_eos": not _own_stops(params),
         # The server looks for stop strings in the decoded text. Keep control tokens in that text, and add no spaces.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
