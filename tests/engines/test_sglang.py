@@ -672,6 +672,14 @@ def test_a_server_that_adds_its_own_sampling_parameters_is_refused(server: FakeS
     assert sample(server)
 
 
+@pytest.mark.parametrize("option", ["watermark_default_enabled", "watermark_enforce_all"])
+def test_a_server_that_watermarks_all_samples_is_refused(server: FakeServer, option: str) -> None:
+    """Its logprobs are those of the distribution without the watermark (`layers/sampler.py` of 0.5.23)."""
+    server.reset(answers(**{option: True}))
+    with pytest.raises(EngineContractError, match="watermark"):
+        sample(server)
+
+
 @pytest.mark.parametrize(("algorithm", "late"), [(None, 0), ("EAGLE", 64)])
 def test_a_server_that_speculates_may_look_for_stops_late(server: FakeServer, algorithm: str | None, late: int) -> None:
     async def late_stops() -> int:

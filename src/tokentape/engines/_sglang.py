@@ -89,6 +89,11 @@ class SglangEngine(RemoteEngine):
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
         _refuse_preferred(started.preferred_sampling_params)
+        if server.watermark_default_enabled or server.watermark_enforce_all:
+            raise EngineContractError(
+                "the engine was started with --watermark-default-enabled or --watermark-enforce-all: it samples tokens "
+                "with a watermark and reports logprobs without it; start it without these"
+            )
         # With images, the server may encode decoded text, so the ids that it used must be compared.
         images = started.has_image_understanding and version_numbers(server.version) >= _RETURN_PROMPT_TOKEN_IDS
         info = EngineInfo(
@@ -257,6 +262,8 @@ class _SglangServer(msgspec.Struct):
     enable_session_radix_cache: bool = False
     incremental_streaming_output: bool | None = None
     speculative_algorithm: str | None = None
+    watermark_default_enabled: bool = False
+    watermark_enforce_all: bool = False
 
 
 class _SglangModelInfo(msgspec.Struct):
