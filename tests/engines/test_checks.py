@@ -25,7 +25,15 @@ def test_a_prompt_that_can_not_be_sampled_from_is_refused(prompt: list[int]) -> 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_tokens", 0), ("top_p", 0.0), ("min_p", 1.1), ("min_tokens", 4), ("min_tokens", -1), ("payloads_from", -1)],
+    [
+        ("max_tokens", 0),
+        ("top_k", 1 << 31),
+        ("top_p", 0.0),
+        ("min_p", 1.1),
+        ("min_tokens", 4),
+        ("min_tokens", -1),
+        ("payloads_from", -1),
+    ],
 )
 def test_a_parameter_out_of_range_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -34,7 +42,7 @@ def test_a_parameter_out_of_range_is_refused(name: str, value: Any) -> None:
 
 
 def test_range_limits_are_accepted() -> None:
-    refuse_params(replace(PARAMS, min_tokens=3, payloads_from=0, min_p=1.0, top_p=1.0))
+    refuse_params(replace(PARAMS, min_tokens=3, payloads_from=0, min_p=1.0, top_p=1.0, top_k=(1 << 31) - 1))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient
 from tokentape.engines._pool import EnginePool
 from tokentape.engines._vllm import VllmEngine
-from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineContractError, EngineError, EngineUnavailable, InvalidRequest
 from tokentape.gateway._serve import running
 from tokentape.types import TokenDistribution
 
@@ -55,8 +55,11 @@ class Server(StandIn):
 
     hangs_up = False
     processed = False
+    counts_wrong = False
 
     def _completion(self, body: dict[str, Any]) -> Response:
+        if self.counts_wrong and body["max_tokens"] > 1:
+            body = body | {"prompt": [*body["prompt"], 1]}
         if not self.processed or body["top_p"] == 1:
             return super()._completion(body)
         events = fake_vllm.sampled_events(body)
@@ -248,6 +251,48 @@ def test_mode_that_can_no_longer_be_determined_is_unknown(
 
     with running(server.app) as url:
         asyncio.run(run())
+
+
+def test_server_restarted_with_options_that_change_the_samples_fails_calls(
+    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = "1"
+
+    async def fail(engine: VllmEngine) -> str:
+        raise EngineContractError("its start options change the samples")
+
+    async def run() -> None:
+        nonlocal version
+        async with opened(url, looked, refuse=False, weights_now=lambda: version) as engine:
+            await call(engine)
+            monkeypatch.setattr(VllmEngine, "find_logprobs_mode", fail)
+            version = "2"
+            for _ in range(2):
+                with pytest.raises(EngineContractError, match="start options"):
+                    await call(engine)
+            monkeypatch.undo()
+            await call(engine)
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
+def test_restarted_server_is_checked_again_if_its_reply_is_wrong(server: Server, looked: Looked) -> None:
+    async def run() -> None:
+        with running(server.app) as url:
+            engine = await open_engine(url, looked)
+            await call(engine)
+        server.counts_wrong = True
+        with running(server.app, port=int(url.rpartition(":")[2])):
+            with pytest.raises(EngineUnavailable):
+                await call(engine)
+            for _ in range(2):
+                with pytest.raises(EngineContractError):
+                    await call(engine)
+            await engine.close()
+
+    asyncio.run(run())
+    assert looked.count == 2
 
 
 def test_new_connections_beside_live_ones_are_no_restart(server: Server, looked: Looked) -> None:

@@ -184,6 +184,24 @@ def test_a_negative_seed_is_sent_to_vllm_as_a_positive_one(server: FakeServer) -
     assert server.bodies("/v1/completions")[-1]["seed"] == 2**63 - 1
 
 
+@ROWS
+def test_temperature_that_vllm_would_raise_is_refused(server: FakeServer, kind: str) -> None:
+    server.reset(answers(kind))
+    with pytest.raises(InvalidRequest, match="temperature"):
+        sample(server, kind, replace(PARAMS, temperature=0.009))
+    assert not server.asked
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("vllm", (1, 1.0)), ("sglang", (2, 1e-9))])
+def test_top_k_of_one_is_sent_so_that_sglangs_logprobs_include_the_temperature(
+    server: FakeServer, kind: str, sent: tuple[int, float]
+) -> None:
+    server.reset(answers(kind))
+    sample(server, kind, replace(PARAMS, top_k=1, temperature=0.5))
+    (body,) = server.bodies("/v1/completions")
+    assert (body["top_k"], body["top_p"]) == sent
+
+
 @each_schema
 def test_the_fields_of_vllms_row_are_in_its_schema(schemas: str) -> None:
     assert FIELDS["vllm"] <= set(schema("CompletionRequest", schemas)["properties"])

@@ -227,10 +227,10 @@ def test_replicas_that_differ_are_refused_and_closed(field: str) -> None:
 
 
 def test_pool_accepts_parameters_that_all_replicas_accept() -> None:
-    small = Replica(replace(INFO, max_context=10, late_stops=64, sampling=DISTRIBUTION - {"seed"}))
+    small = Replica(replace(INFO, max_context=10, late_stops=64, early_stops=True, sampling=DISTRIBUTION - {"seed"}))
     pool = asyncio.run(opened(Replica(), small))
     assert pool.info.max_context == 10
-    assert pool.info.late_stops == 64
+    assert (pool.info.late_stops, pool.info.early_stops) == (64, True)
     assert pool.info.sampling == (DISTRIBUTION - {"seed"}) | {"session_id"}
 
 

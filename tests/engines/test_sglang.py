@@ -672,6 +672,14 @@ def test_a_server_that_adds_its_own_sampling_parameters_is_refused(server: FakeS
     assert sample(server)
 
 
+@pytest.mark.parametrize("option", ["watermark_default_enabled", "watermark_enforce_all"])
+def test_a_server_that_watermarks_all_samples_is_refused(server: FakeServer, option: str) -> None:
+    """Its logprobs are those of the distribution without the watermark (`layers/sampler.py` of 0.5.23)."""
+    server.reset(answers(**{option: True}))
+    with pytest.raises(EngineContractError, match="watermark"):
+        sample(server)
+
+
 @pytest.mark.parametrize(("algorithm", "late"), [(None, 0), ("EAGLE", 64)])
 def test_a_server_that_speculates_may_look_for_stops_late(server: FakeServer, algorithm: str | None, late: int) -> None:
     async def late_stops() -> int:
@@ -681,6 +689,69 @@ def test_a_server_that_speculates_may_look_for_stops_late(server: FakeServer, al
 
     server.reset(answers(speculative_algorithm=algorithm))
     assert asyncio.run(late_stops()) == late
+
+
+def test_temperature_that_counts_as_greedy_elsewhere_is_refused(server: FakeServer) -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        sample(server, replace(PARAMS, temperature=5e-6))
+    assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"), [((1, 0.5), (2, 1e-9)), ((1, 0.0), (1, 1.0)), ((2, 0.5), (2, 1.0)), ((0, 0.5), (-1, 1.0))]
+)
+def test_top_k_of_one_is_sent_so_that_logprobs_include_the_temperature(
+    server: FakeServer, asked: tuple[int, float], sent: tuple[int, float]
+) -> None:
+    top_k, temperature = asked
+    sample(server, replace(PARAMS, top_k=top_k, temperature=temperature))
+    (body,) = server.bodies("/generate")
+    assert (body["sampling_params"]["top_k"], body["sampling_params"]["top_p"]) == sent
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_finished_grammar_ends_a_call_without_stop_ids(server: FakeServer, stream: bool) -> None:
+    def finish(sent: Events) -> None:
+        sent[-1]["meta_info"]["finish_reason"] = {"type": "stop", "matched": SAMPLED[-1]}
+
+    constrained = replace(PARAMS, json_schema="{}")
+    deltas = sample(server, constrained, answer=tampered(finish), stream=stream)
+    assert server.bodies("/generate")[-1]["sampling_params"]["ignore_eos"] is False
+    assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", SAMPLED[-1])
+    with pytest.raises(EngineContractError, match="without a requested stop"):
+        sample(server, answer=tampered(finish), stream=stream)
+
+
+@pytest.mark.parametrize("changed", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 2}])
+@pytest.mark.parametrize("stream", [True, False])
+def test_retracted_call_whose_tokens_the_server_forgot_is_refused(
+    server: FakeServer, stream: bool, changed: dict[str, Any]
+) -> None:
+    def retract(sent: Events) -> None:
+        sent[-1]["meta_info"]["num_retractions"] = 1
+
+    with pytest.raises(EngineError, match="retracted this call"):
+        sample(server, replace(PARAMS, **changed), answer=tampered(retract), stream=stream)
+    assert sample(server, answer=tampered(retract), stream=stream)
+
+
+def test_facts_of_a_restarted_server_are_read_again(server: FakeServer) -> None:
+    async def main() -> list[SampleDelta]:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.reset(answers(enable_deterministic_inference=True, incremental_streaming_output=True))
+        server.answers["/generate"] = lambda body: streaming(sse(events(body, incremental=True)))
+        assert await engine.find_logprobs_mode() == "scaled_logprobs"
+        server.answers["/model_info"] = JSONResponse({"preferred_sampling_params": {"regex": "a"}})
+        with pytest.raises(EngineContractError, match="regex"):
+            await engine.find_logprobs_mode()
+        call = engine.sample(PROMPT, replace(PARAMS, seed=7), stream=True, request_id="call-1")
+        try:
+            return [delta async for delta in call]
+        finally:
+            await engine.close()
+
+    assert joined(asyncio.run(main()))[0] == tuple(SAMPLED)
+    assert server.bodies("/generate")[-1]["sampling_params"]["sampling_seed"] == 7
 
 
 def test_another_server_is_not_taken_for_sglang(server: FakeServer) -> None:

@@ -24,7 +24,7 @@ from tokentape._supports import kept_ids
 from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._openai_compatible import OpenAiEngine
 from tokentape.engines._sglang import SglangEngine
-from tokentape.errors import InvalidRequest
+from tokentape.errors import EngineError, InvalidRequest
 from tokentape.store import SqliteStore
 from tokentape.training import assemble, exports
 
@@ -113,6 +113,51 @@ def test_logprobs_match_the_forward_pass_after_temperature(
         assert differences.max() < TOLERANCE
         if params is GREEDY:
             assert (expected.max(axis=1) - logprobs < TOLERANCE).all()
+
+
+@pytest.mark.parametrize("opening", [opened, lambda url: lambda: OpenAiEngine.open(url, vocab_size=VOCAB_SIZE)])
+def test_logprobs_of_a_top_k_of_one_match_the_forward_pass_after_temperature(
+    server: str, forward: Callable[[np.ndarray], np.ndarray], prompt: np.ndarray, opening: Callable[[str], Any]
+) -> None:
+    params = replace(SAMPLED, temperature=0.5, top_k=1, top_p=1.0)
+    ids, logprobs, _ = use(opening(server), lambda engine: collect(engine, prompt, params, stream=True))
+    expected = scaled(forward(np.concatenate([prompt, ids]))[len(prompt) - 1 : -1], params.temperature)
+    assert (expected.max(axis=1) - logprobs < TOLERANCE).all()
+    assert np.abs(expected[np.arange(len(ids)), ids] - logprobs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("stops", [(), (3993,)])
+def test_completion_of_a_grammar_has_no_id_outside_it(server: str, prompt: np.ndarray, stops: tuple[int, ...]) -> None:
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "hello"}})
+    params = replace(SAMPLED, structural_tag=tag, stop_token_ids=stops)
+    ids, _, last = use(opened(server), lambda engine: collect(engine, prompt, params, stream=True))
+    text = Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(ids[:-1].tolist(), skip_special_tokens=False)
+    assert (text, last.finish_reason, last.stop) == ("hello", "stop", ids[-1])
+
+
+@pytest.mark.parametrize("changed", [{}, {"frequency_penalty": 0.5}])
+def test_retracted_call_is_refused_if_it_has_penalties(
+    server: str, forward: Callable[[np.ndarray], np.ndarray], prompt: np.ndarray, changed: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=100, **changed)  # type: ignore[arg-type]
+
+    async def body(engine: SglangEngine) -> tuple[list[int], list[float]]:
+        ids, logprobs = list[int](), list[float]()
+        async for delta in engine.sample(prompt, params, stream=True, request_id="retracted"):
+            if len(ids) < 20 <= len(ids) + len(delta.token_ids):
+                await asyncio.to_thread(post, server, "/pause_generation", {"mode": "retract"})
+                await asyncio.to_thread(post, server, "/continue_generation", {})
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+        return ids, logprobs
+
+    if changed:
+        with pytest.raises(EngineError, match="retracted"):
+            use(opened(server), body)
+        return
+    ids, logprobs = use(opened(server), body)
+    expected = forward(np.concatenate([prompt, np.array(ids, np.int32)]))[len(prompt) - 1 : -1]
+    assert np.abs(expected[np.arange(len(ids)), ids] - logprobs).max() < TOLERANCE
 
 
 def test_completions_api_through_a_router_gives_the_same_tokens(server: str, prompt: np.ndarray) -> None:

@@ -282,6 +282,18 @@ def test_abort_inside_a_character_does_not_end_at_a_stop_string_of_the_prompt(
         same(call(Interrupted(renderer, ids, [at]), sampling, stream=stream).turn, whole.turn)
 
 
+def test_gateway_searches_stop_strings_if_the_engine_would_end_before_min_tokens(
+    call: Caller, renderer: Renderer
+) -> None:
+    ids = renderer.tokenizer.encode_plain("user two user three<|im_end|>")
+    sampling = SamplingParams(max_tokens=0, stop_strings=("user",), min_tokens=2)
+    engine = Interrupted(renderer, ids)
+    engine.info = replace(engine.info, early_stops=True)
+    turn = call(engine, sampling).turn
+    assert (turn.stop, renderer.tokenizer.decode(turn.completion_ids.tolist())) == ("user", "user two user")
+    assert [params.stop_strings for _, params, _ in engine.requests] == [()]
+
+
 def test_prompt_that_ends_inside_a_character_does_not_end_at_its_own_stop_string(
     call: Caller, renderer: Renderer
 ) -> None:

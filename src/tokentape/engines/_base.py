@@ -173,6 +173,8 @@ class EngineInfo:
     late_stops: int = 0
     """How many tokens may follow a stop string before the engine looks for it. Speculative decoding samples several
     tokens at a time; not all servers look for stops between them."""
+    early_stops: bool = False
+    """Whether stop strings end a completion before `min_tokens` too."""
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])

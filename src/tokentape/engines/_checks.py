@@ -40,7 +40,7 @@ def refuse_params(params: SamplingParams) -> None:
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
         ("temperature", 0 <= params.temperature < math.inf, "at least 0"),
         ("top_p", 0 < params.top_p <= 1, "above 0, at most 1"),
-        ("top_k", params.top_k >= 0, "at least 0 (0 is off)"),
+        ("top_k", 0 <= params.top_k < 1 << 31, "0 (off) to 2147483647"),
         ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
         ("presence_penalty", math.isfinite(params.presence_penalty), "a finite number"),
         ("frequency_penalty", math.isfinite(params.frequency_penalty), "a finite number"),

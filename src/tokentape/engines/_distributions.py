@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from tokentape.engines._base import BEFORE_GRAMMAR, OVER_SUPPORTS, UNKNOWN_MODE, SamplingParams
@@ -50,6 +51,14 @@ def _shared(penalties: bool, temperature: float, truncation: bool, grammar: bool
 def nonnegative_seed(seed: int | None) -> int | None:
     """Return the seed modulo 2**63: vLLM reads -1 as no seed and refuses 2**63, `random.Random` ignores the sign."""
     return None if seed is None else seed % (1 << 63)
+
+
+def likeliest_alone(params: SamplingParams) -> SamplingParams:
+    """Return parameters that keep the same id as a `top_k` of 1, with which SGLang's logprobs include the temperature.
+
+    With a `top_k` of 1, SGLang reports logprobs at temperature 1 unless another call in the batch samples.
+    """
+    return replace(params, top_k=2, top_p=1e-9) if params.top_k == 1 and params.temperature else params
 
 
 def mode_of(engine: str) -> str:

@@ -23,7 +23,7 @@ from tokentape.engines._base import (
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import ServedAs
 from tokentape.engines._remote import RemoteEngine
-from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineContractError, EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
 
 _log = logging.getLogger("tokentape.engines")
@@ -135,14 +135,19 @@ class GuardedEngine:
             if begun:
                 yield SampleDelta((), ())
             await self._refuse_other_model()
-            async for delta in deltas:
-                if delta.finish_reason is not None:
-                    await self._settle(delta)
-                if delta.engine is not None:
-                    delta = replace(delta, engine=f"{self.info} {CAPTURED}")
-                elif delta.finish_reason is not None:
-                    delta = replace(delta, engine=str(self.info))
-                yield delta
+            try:
+                async for delta in deltas:
+                    if delta.finish_reason is not None:
+                        await self._settle(delta)
+                    if delta.engine is not None:
+                        delta = replace(delta, engine=f"{self.info} {CAPTURED}")
+                    elif delta.finish_reason is not None:
+                        delta = replace(delta, engine=str(self.info))
+                    yield delta
+            except EngineContractError:
+                if self.http.generation != self._seen.generation:
+                    await self._look_again(self._seen)
+                raise
 
     def interrupt(self, request_id: str) -> bool:
         """End a call early, as the engine does."""
@@ -225,6 +230,8 @@ class GuardedEngine:
             self._seen = replace(now, generation=self.http.generation)
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
+            if self._opened and isinstance(error, EngineContractError):
+                raise  # for example a restart with start options that change the samples
             check = ModelCheck("unverified", f"the request to the server failed ({type(error).__name__})")
         first, self._opened = not self._opened, True
         if mode != self.info.logprobs_mode:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tokentape.engines._base import DISTRIBUTION, SPECULATED, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines._distributions import nonnegative_seed
+from tokentape.engines._distributions import likeliest_alone, nonnegative_seed
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import chosen, served_cards
 from tokentape.engines._remote import RemoteEngine, any_id, unique_id
@@ -91,6 +91,7 @@ class OpenAiEngine(RemoteEngine):
     Open it with `open`.
     """
 
+    _lowest_temperature = 0.01  # vLLM's
     _health = "/v1/models"
 
     def __init__(self, http: HttpClient, info: EngineInfo, api: CompletionsApi) -> None:
@@ -111,6 +112,7 @@ class OpenAiEngine(RemoteEngine):
             sampling=frozenset(api.fields),
             scoring_paths=("/v1/completions",) if api.owned_by == "vllm" else (),
             late_stops=api.late_stops,
+            early_stops=api.owned_by == "sglang",
         )
         try:
             await cls(http, any_id(info), api)._probe()
@@ -128,7 +130,8 @@ class OpenAiEngine(RemoteEngine):
         self._refuse(prompt_ids, params)
         unique = unique_id(request_id)
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
-        sent = replace(params, max_tokens=budget, seed=nonnegative_seed(params.seed))
+        own = likeliest_alone(params) if self._api.logprobs_mode == "scaled_logprobs" else params
+        sent = replace(own, max_tokens=budget, seed=nonnegative_seed(params.seed))
         body: dict[str, object] = {
             "model": self.info.model,
             "prompt": np.asarray(prompt_ids).tolist(),
@@ -138,7 +141,7 @@ class OpenAiEngine(RemoteEngine):
             "logprobs": params.top_logprobs,
             **self._api.constants,
             **{wire: getattr(sent, name) for name, wire in self._api.fields.items()},
-            "top_k": params.top_k or self._api.top_k_off,
+            "top_k": sent.top_k or self._api.top_k_off,
         }
         if stream:
             body["stream_options"] = {"include_usage": True}

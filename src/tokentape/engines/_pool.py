@@ -104,7 +104,8 @@ class EnginePool:
         shared = frozenset.intersection(*(engine.info.sampling for engine in engines)) | {"session_id"}
         room = min(engine.info.max_context for engine in engines)
         late = max(engine.info.late_stops for engine in engines)
-        info = replace(engines[0].info, sampling=shared, max_context=room, late_stops=late)
+        early = any(engine.info.early_stops for engine in engines)
+        info = replace(engines[0].info, sampling=shared, max_context=room, late_stops=late, early_stops=early)
         return cls(replicas, info, recheck_seconds)
 
     @property

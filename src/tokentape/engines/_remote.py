@@ -42,6 +42,8 @@ class RemoteEngine(ABC):
     """How the server tokenizes texts and messages; None if it does not."""
     own_path: ClassVar[str | None] = None
     """A path that the other kinds of servers do not have; None if there is none."""
+    _lowest_temperature: ClassVar[float] = 0.0
+    """Temperatures between 0 and this one are refused, because the server would sample at another."""
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
     """Path that ends a call with its last tokens and the finish_reason `abort`. If the server has no such path, pass no
@@ -168,6 +170,12 @@ class RemoteEngine(ABC):
     def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise `InvalidRequest` or `UnsupportedParameter` for a call that must not be sent."""
         refuse_call(prompt_ids, params, self.info)
+        if 0 < params.temperature < self._lowest_temperature:
+            raise InvalidRequest(
+                f"temperature {params.temperature} is too low for {self.info.name}; use at least "
+                f"{self._lowest_temperature:g}, or 0 for greedy sampling",
+                "temperature",
+            )
         if (params.payloads_from or 0) > len(prompt_ids):
             raise InvalidRequest(
                 f"payloads_from must be at most {len(prompt_ids)}, the prompt's length", "payloads_from"

@@ -27,7 +27,7 @@ from tokentape.engines._base import (
     SampleDelta,
     SamplingParams,
 )
-from tokentape.engines._distributions import truncates
+from tokentape.engines._distributions import GREEDY_BELOW, likeliest_alone, truncates
 from tokentape.engines._http import HttpClient, Stage, attempt
 from tokentape.engines._identity import ServedAs, served_cards
 from tokentape.engines._remote import (
@@ -46,9 +46,6 @@ from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
 
-# The server samples greedily at temperatures below this.
-_LOWEST_TEMPERATURE = 1e-6
-
 # Newer versions accept 64-bit seeds, but the kernels of older versions only 32-bit seeds.
 _SEEDS = 1 << 31
 
@@ -63,11 +60,12 @@ class SglangEngine(RemoteEngine):
     """An engine for SGLang servers. Open it with `open`.
 
     SGLang's `ignore_eos` switches off both `stop_token_ids` and the model's own end-of-sequence ids. So a completion
-    with `stop_token_ids` also ends at end-of-sequence ids; without them it ends only at stop strings and `max_tokens`.
+    with `stop_token_ids` or a grammar also ends at end-of-sequence ids; others only at stop strings and `max_tokens`.
     """
 
     tokenize_api = TokenizeApi(decoded="text", decoding={"skip_special_tokens": False})
     own_path = "/get_server_info"  # vLLM in development mode also has `/server_info`
+    _lowest_temperature = GREEDY_BELOW
     _abort_path = "/abort_request"
 
     def __init__(
@@ -79,10 +77,23 @@ class SglangEngine(RemoteEngine):
 
     @classmethod
     async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        info, server = await cls._facts(http, vocab_size)
+        engine = cls(http, info, server, verify_prompt=verify_prompt)
+        engine.info = replace(info, logprobs_mode=await engine._logprobs_mode())
+        return engine
+
+    @classmethod
+    async def _facts(cls, http: HttpClient, vocab_size: int) -> tuple[EngineInfo, _SglangServer]:
+        """Return the facts about the server. Raises `EngineContractError` if its start options change the samples."""
         card = (await served_cards(http))[0]
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
         _refuse_preferred(started.preferred_sampling_params)
+        if server.watermark_default_enabled or server.watermark_enforce_all:
+            raise EngineContractError(
+                "the engine was started with --watermark-default-enabled or --watermark-enforce-all: it samples tokens "
+                "with a watermark and reports logprobs without it; start it without these"
+            )
         # With images, the server may encode decoded text, so the ids that it used must be compared.
         images = started.has_image_understanding and version_numbers(server.version) >= _RETURN_PROMPT_TOKEN_IDS
         info = EngineInfo(
@@ -97,10 +108,9 @@ class SglangEngine(RemoteEngine):
             media=frozenset({"image"} if images else ()),
             scoring_paths=("/generate",),
             late_stops=SPECULATED if server.speculative_algorithm else 0,
+            early_stops=True,
         )
-        engine = cls(http, info, server, verify_prompt=verify_prompt)
-        engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
-        return engine
+        return info, server
 
     @classmethod
     async def served_as(cls, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
@@ -123,10 +133,6 @@ class SglangEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
-        if 0 < params.temperature < _LOWEST_TEMPERATURE:
-            raise InvalidRequest(
-                f"SGLang samples greedily at temperatures below {_LOWEST_TEMPERATURE:g}; use 0 for that", "temperature"
-            )
         if not (truncates(params) and 0 < params.top_k <= self._server.sampling_mask_max_tokens):
             # The server refuses to report sampling masks without a top_k that limits their size.
             params = replace(params, supports=0)
@@ -144,12 +150,12 @@ class SglangEngine(RemoteEngine):
         sent_prompt = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
         # SGLang refuses `max_tokens` that exceed the context. Other servers end such calls with `length`.
         room = self.info.max_context - len(prompt_ids)
-        limited = replace(params, max_tokens=min(params.max_tokens, room))
+        limited = replace(likeliest_alone(params), max_tokens=min(params.max_tokens, room))
         body = self._request_body(sent_prompt, limited, stream, rid, media)
         reply = SglangReply(
             params,
             self.info.vocab_size,
-            own_stops=bool(params.stop_token_ids),
+            own_stops=_own_stops(params),
             prompt=prompt,
             prompt_tokens=len(prompt_ids),
             call=rid,
@@ -197,7 +203,13 @@ class SglangEngine(RemoteEngine):
         return msgspec.json.encode(body)
 
     async def find_logprobs_mode(self) -> str:
-        """See `RemoteEngine.find_logprobs_mode`. This samples two tokens, at temperatures 1 and 2.
+        """See `RemoteEngine.find_logprobs_mode`. This also reads the other facts again, which a restart may change."""
+        info, self._server = await self._facts(self.http, self.info.vocab_size)
+        self.info = replace(info, logprobs_mode=await self._logprobs_mode())
+        return self.info.logprobs_mode
+
+    async def _logprobs_mode(self) -> str:
+        """Return the mode, found out with two tokens, sampled at temperatures 1 and 2.
 
         If log-probabilities include the temperature, the difference between two of them is halved at temperature 2.
         """
@@ -215,6 +227,14 @@ class SglangEngine(RemoteEngine):
         return top[0][1] - top[1][1]
 
 
+def _own_stops(params: SamplingParams) -> bool:
+    """Return whether a completion must end at the model's own end-of-sequence ids: `ignore_eos` switches off more.
+
+    With it the server ignores `stop_token_ids`, and after a complete grammar it samples one token without the grammar.
+    """
+    return bool(params.stop_token_ids) or params.json_schema is not None or params.structural_tag is not None
+
+
 def _sampling_fields(params: SamplingParams) -> dict[str, object]:
     """Return every sampling field that has a default in the server."""
     return {
@@ -222,8 +242,7 @@ def _sampling_fields(params: SamplingParams) -> dict[str, object]:
         "max_new_tokens": params.max_tokens,
         "min_new_tokens": min(params.min_tokens, params.max_tokens),
         "top_k": params.top_k or -1,
-        # With `ignore_eos` the server ignores the request's stop ids too.
-        "ignore_eos": not params.stop_token_ids,
+        "ignore_eos": not _own_stops(params),
         # The server looks for stop strings in the decoded text. Keep control tokens in that text, and add no spaces.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
@@ -243,6 +262,8 @@ class _SglangServer(msgspec.Struct):
     enable_session_radix_cache: bool = False
     incremental_streaming_output: bool | None = None
     speculative_algorithm: str | None = None
+    watermark_default_enabled: bool = False
+    watermark_enforce_all: bool = False
 
 
 class _SglangModelInfo(msgspec.Struct):

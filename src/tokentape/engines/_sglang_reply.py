@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 
 from tokentape.engines._base import Payload, SampleDelta, WeightSpan
+from tokentape.engines._distributions import sampled_from
 from tokentape.engines._replies import Alternatives, EngineReply, decode, finish_reason_of
 from tokentape.engines._server_errors import Failure, failure_error, status_error
-from tokentape.errors import EngineContractError
+from tokentape.errors import EngineContractError, EngineError
 from tokentape.types import FinishReason
 
 
@@ -31,6 +32,7 @@ class _SglangMeta(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int = 0
     cached_tokens: int | None = None
+    num_retractions: int | None = None
     output_token_logprobs: list[_Entry] = []
     output_top_logprobs: list[list[_Entry] | None] = []
     output_token_sampling_mask: list[list[int]] = []
@@ -117,6 +119,12 @@ class SglangReply(EngineReply):
         if supports and top:
             rows = zip(delta.top_logprobs, masks[begin:end], entries[begin:end], delta.logprobs, strict=True)
             delta = replace(delta, top_logprobs=tuple([_over_mask(*row) for row in rows]))
+        if reported and meta.num_retractions and sampled_from(self.params).penalties:
+            # After a retraction, the server counts from 0 again the tokens that penalties and min_tokens depend on.
+            raise EngineError(
+                "the engine retracted this call and then forgot its tokens so far, which penalties and min_tokens "
+                'count; send it again, give the server more memory, and pause it with the mode "in_place" or "abort"'
+            )
         self._ids += reported
         if meta.finish_reason is not None and (meta.finish_reason.type != "abort" or meta.prompt_tokens is not None):
             self.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)

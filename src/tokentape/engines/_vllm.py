@@ -62,8 +62,6 @@ _OPTIONAL = {
     "routed_experts_prompt_start": "payloads_from",
 }
 
-_LOWEST_TEMPERATURE = 0.01
-
 # First version that accepts images together with ids.
 _CONTENT_PARTS = (0, 32)
 # First version with `structured_outputs`. Older versions ignore it.
@@ -106,6 +104,7 @@ class VllmEngine(RemoteEngine):
     """The routes to try, in this order."""
     tokenize_api = TokenizeApi()
     own_path = "/version"
+    _lowest_temperature = 0.01  # vLLM raises lower ones to this
     _abort_path = "/inference/v1/abort_requests"
 
     def __init__(self, http: HttpClient, info: EngineInfo, server: _VllmServer, *, verify_prompt: bool = False) -> None:
@@ -145,12 +144,6 @@ class VllmEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
-        if 0 < params.temperature < _LOWEST_TEMPERATURE:
-            raise InvalidRequest(
-                f"temperature {params.temperature} is too low: vLLM would use {_LOWEST_TEMPERATURE}; use that, or 0 "
-                "for greedy sampling",
-                "temperature",
-            )
         if media and not self.info.media:
             raise InvalidRequest(
                 "this vLLM server does not accept images; use vLLM 0.32 or newer, with --enable-scale-out", "prompt_ids"

@@ -20,7 +20,7 @@ from tokentape.gateway._http import explain
 
 Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
 TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
-TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31)]
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 MinP: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]

@@ -267,6 +267,7 @@ class CompletionSampler:
             # After a prompt that ends inside a character, vLLM 0.32 finds stop strings in the prompt's text too.
             tail = [*choice.prompt_ids[-_LONGEST_CHARACTER:].tolist(), *choice.ids][-_LONGEST_CHARACTER:]
             whole = b"".join(map(spell, tail)).decode("utf-8", "replace").endswith("\ufffd")
+            whole |= self.engine.info.early_stops and len(sampled) < sampling.min_tokens
         return SplitStopFinder(spell, sampling.stop_strings, sampled, sampling.min_tokens, whole=whole)
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:

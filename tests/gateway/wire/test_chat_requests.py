@@ -100,6 +100,7 @@ def test_unenforced_parameter_is_accepted_and_reported(name: str, value: Any) ->
         ("temperature", -0.1),
         ("temperature", "hot"),
         ("temperature", True),
+        ("top_k", 2**31),
         ("top_p", 0),
         ("n", 17),
         ("n", 0),
