@@ -638,6 +638,18 @@ def test_id_outside_the_vocabulary_is_never_sent(server: FakeServer, bad: int) -
     assert not server.asked
 
 
+def test_the_context_ends_with_the_longest_prompt_that_the_server_takes(server: FakeServer) -> None:
+    async def context(**facts: int) -> int:
+        server.reset(answers(**facts))
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        await engine.close()
+        return engine.info.max_context
+
+    longest = MAX_CONTEXT - 6
+    assert asyncio.run(context(max_req_input_len=longest)) == longest
+    assert asyncio.run(context()) == MAX_CONTEXT
+
+
 def test_max_tokens_beyond_the_context_is_reduced(server: FakeServer) -> None:
     prompt = np.ones(MAX_CONTEXT - 2, np.int32)
     deltas = sample(server, replace(PARAMS, max_tokens=50), prompt=prompt)

@@ -101,7 +101,8 @@ class SglangEngine(RemoteEngine):
             version=server.version,
             model=card.id,
             vocab_size=vocab_size,
-            max_context=card.context,
+            # The server refuses longer prompts; in a cache smaller than the context, much shorter ones.
+            max_context=min(card.context, server.max_req_input_len or card.context),
             logprobs_mode="scaled_logprobs",
             sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
@@ -257,6 +258,7 @@ class _SglangServer(msgspec.Struct):
     enable_priority_scheduling: bool = False
     enable_lora: bool | None = False
     sampling_mask_max_tokens: int = 0
+    max_req_input_len: int | None = None
     skip_tokenizer_init: bool = False
     grammar_backend: str | None = None
     enable_session_radix_cache: bool = False
