@@ -188,12 +188,16 @@ def test_abort_by_the_server_is_reported_with_the_sampled_tokens(server: FakeVll
     assert (deltas[-1].finish_reason, deltas[-1].stop) == ("abort", None)
 
 
-def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeVllm) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeVllm, named: bool) -> None:
+    """The completions of vLLM 0.32 leave out the event with the `finish_reason`."""
+
     def answer(body: dict[str, Any]) -> Response:
         events = fake_vllm.sampled_events(body)
         empty = {"index": 0, "token_ids": [], "prompt_token_ids": body["prompt"], "finish_reason": "abort"}
         usage = {"prompt_tokens": 3, "completion_tokens": 0}
-        return streaming(sse([{**events[0], "choices": [empty]}, {"choices": [], "usage": usage}]))
+        ends = [{**events[0], "choices": [empty]}] if named else []
+        return streaming(sse([*ends, {"choices": [], "usage": usage}]))
 
     assert open_and_sample(server, answer=answer) == [SampleDelta((), (), "abort")]
 

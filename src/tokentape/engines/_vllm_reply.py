@@ -114,6 +114,10 @@ class VllmReply(EngineReply):
 
     def last(self) -> SampleDelta:
         """Return the delta that ended the completion. Check that the reply is complete and that its counts agree."""
+        sampled = self._usage is None or self._usage.completion_tokens or self.tokens
+        if self.done and self._ended is None and not sampled:
+            # vLLM's completions leave out the event that ends a call if it was aborted before its first token.
+            return SampleDelta((), (), "abort")
         ended = super().last()
         self._require_prompt()
         if self._usage is None:
