@@ -338,8 +338,10 @@ def test_lengths_follow_the_uninterrupted_distribution_unlike_resampled_ones(
     async def body(ask: Callable[..., Awaitable[list[Turn]]], engine: Aborting) -> list[list[int]]:
         plain = await ask(questions(2 * CALLS, sampling), at_once=8)
         engine.after = lambda session: draw.randrange(80)
-        resumed = await ask(questions(CALLS, sampling))
-        resampled = await ask(questions(CALLS, sampling), "resample")
+        # Several at once, also where a pause interrupts all of them: it takes effect many tokens after it is requested,
+        # when the call for which it was requested may have ended.
+        resumed = await ask(questions(CALLS, sampling), at_once=8)
+        resampled = await ask(questions(CALLS, sampling), "resample", at_once=8)
         assert not any(turn.sampling.get("aborted") for turn in resumed)
         assert sum(len(turn.resumes) for turn in resumed) > CALLS // 4
         return [[len(turn.completion_ids) for turn in turns] for turns in (plain, resumed, resampled)]
@@ -368,8 +370,14 @@ def test_stream_continues_across_pauses_of_the_server(server: Server, renderer: 
         async def talk(name: str, pauses: int) -> str:
             text = ""
             async with AsyncOpenAI(base_url=f"{url}/sessions/{name}/v1", api_key="none", max_retries=0) as client:
+                # A long reply, so that it has not ended when the server pauses.
                 stream = await client.chat.completions.create(
-                    model="m", temperature=0, stream=True, messages=[{"role": "user", "content": "add 31 and 7"}]
+                    model="m",
+                    temperature=0,
+                    stream=True,
+                    messages=[{"role": "user", "content": "add 31 and 7"}],
+                    max_tokens=400,
+                    extra_body={"min_tokens": 300},
                 )
                 async for chunk in stream:
                     text += chunk.choices[0].delta.content or ""
