@@ -32,7 +32,7 @@ def there(value: str) -> str:
     from tokentape.store._location import EXPECTED, is_record
 
     if not is_record(value) and not Path(value).exists():
-        raise typer.BadParameter(f"{value!r} does not exist; expected {EXPECTED} or a file.")
+        raise typer.BadParameter(f"{value!r} does not exist; expected {EXPECTED}, or a file.")
     return value
 
 

@@ -134,8 +134,8 @@ class LlamaCppEngine(RemoteEngine):
         reply = await self._complete(context, params, tokens, slot, after=completion.tokens)
         if (reply.tokens_evaluated, reply.tokens_predicted) != (len(context), len(reply.tokens)):
             raise EngineContractError(
-                f"the engine counts {reply.tokens_evaluated} prompt and {reply.tokens_predicted} completion tokens; "
-                f"{len(context)} were sent and {len(reply.tokens)} came back (return_tokens)"
+                f"the engine counts {reply.tokens_evaluated} prompt and {reply.tokens_predicted} completion tokens, "
+                f"but it was sent {len(context)} ids and returned {len(reply.tokens)}: does it obey return_tokens?"
             )
         ids, reason, matched = _cut(reply, params.stop_token_ids)
         completion.check_ids(ids)

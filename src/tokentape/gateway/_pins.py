@@ -40,7 +40,7 @@ _FIELDS = {"stop": "stop_strings"}
 """Maps parameters to the `SamplingParams` fields that have a different name."""
 
 _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
-
+"""Maps names in some wire APIs to the name of the parameter."""
 
 _KINDS: dict[str, Any] = {
     "temperature": Temperature,
@@ -75,7 +75,7 @@ class Pins:
         return cls(_read(pinned, "pin", strict=strict), _read(defaults, "default", strict=strict))
 
     def with_session(self, metadata: Mapping[str, Any]) -> Pins:
-        """Add the pins and defaults in session metadata. Raises `InvalidRequest` if they change one of these pins."""
+        """Add the pins and defaults in session metadata. Raises `InvalidRequest` if a session changes a pin."""
         if METADATA not in metadata:
             return self
         settings = metadata[METADATA]
@@ -95,7 +95,7 @@ class Pins:
         for name, value in {**self.defaults, **self.pinned}.items():
             field = _FIELDS.get(name, name)
             if field not in engine.sampling and value != getattr(plain, field):
-                raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
+                raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't set it", name)
 
     def applied(self, sampling: SamplingParams, set_parameters: Collection[str]) -> tuple[SamplingParams, Overridden]:
         """Apply pins and defaults to `sampling`, in which the caller has set `set_parameters`.
