@@ -139,11 +139,10 @@ class LlamaCppEngine(RemoteEngine):
             )
         ids, reason, matched = _cut(reply, params.stop_token_ids)
         completion.check_ids(ids)
-        rows = _aligned(reply.tokens, reply.completion_probabilities)[: len(ids)]
-        for position, row in enumerate(rows):
-            if row is None:
-                rows[position] = await self._score([*context, *ids[:position]], ids[position], params.top_logprobs)
-        scored = [row for row in rows if row is not None]
+        scored = [
+            await self._score([*context, *ids[:n]], ids[n], params.top_logprobs) if row is None else row
+            for n, row in enumerate(_aligned(reply.tokens, reply.completion_probabilities)[: len(ids)])
+        ]
         delta = completion.delta(ids, [row.logprob for row in scored], [row.alternatives for row in scored])
         if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self.info.max_context:
             raise EngineContractError(

@@ -225,7 +225,7 @@ class Store:
         """
         for chunk in reads.together(self._sizes(), reads.TOKENS_AT_ONCE if together else 0):
             with self.reading() as connection:
-                # A session may have been deleted since the page was read.
+                # A session may have been deleted since the page was read. `pop` frees each one when it is yielded.
                 loaded = reads.load_sessions(connection, chunk, per_token=per_token)[::-1]
             while loaded:
                 yield loaded.pop()
