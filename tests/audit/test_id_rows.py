@@ -171,7 +171,7 @@ def test_invalid_row_is_refused_with_its_line(tmp_path: Path, line: str, message
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(InvalidRequest, match=r"expected a data directory, .*, an archive or a file named"):
+    with pytest.raises(InvalidRequest, match=r"expected a data directory, .* or an archive, or a file named"):
         list(iter_rows(tmp_path / "a.txt"))
     (tmp_path / "a.parquet").write_text("no")
     with pytest.raises(InvalidRequest, match="is not a Parquet file"):

@@ -94,7 +94,7 @@ def test_uncertified_requirement_is_named_and_exit_code_1(run: Run, model_dir: P
     [
         (["--require", "user,nonsense"], "tools+user"),
         (["--kwargs", "[1]"], "JSON object"),
-        (["--kwargs", "{"], "not JSON"),
+        (["--kwargs", "{"], "expected a JSON object, found {: Expecting"),
     ],
 )
 def test_invalid_option_is_exit_code_2(run: Run, model_dir: Path, arguments: list[str], reason: str) -> None:

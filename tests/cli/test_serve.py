@@ -145,8 +145,8 @@ def test_unreachable_vllm_server_is_named(run: Run, model_dir: Path, tmp_path: P
         ),
         (["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--dtype", "bfloat16"], "Leave it out, and set it"),
         (["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--threads", "2"], "choose the threads at"),
-        (["--adapter", "a"], "'a' is not NAME=VALUE; for example, a=runs/a"),
-        (["--adapter", "=runs/a"], "'=runs/a' is not NAME=VALUE; for example, a=runs/a"),
+        (["--adapter", "a"], "'a' is not NAME=VALUE; expected a value such as a=runs/a"),
+        (["--adapter", "=runs/a"], "'=runs/a' is not NAME=VALUE; expected a value such as a=runs/a"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_with_advice(

@@ -16,7 +16,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines._base import Engine, SamplingParams
 from tokentape.gateway._events import TurnDone, TurnRequest
-from tokentape.gateway._pins import METADATA
+from tokentape.gateway._pins import METADATA_KEY
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, verify
 from tokentape.types import Turn
@@ -113,7 +113,7 @@ def record(
         turns = Turns(engine, renderer, store, supports=supports)
 
         async def session(number: int, adapter: str | None) -> None:
-            pins = {} if adapter is None else {METADATA: {"pin": {"adapter": adapter}}}
+            pins = {} if adapter is None else {METADATA_KEY: {"pin": {"adapter": adapter}}}
             await turns.create_session(f"s{number}", pins)
             messages: list[Any] = []
             for text in (question.format(number), "Again?"):

@@ -264,9 +264,9 @@ class Session:
 
         `sibling`: the same messages were answered before. `branched`: the parent was continued with different messages.
         `new_setup`: tools or template settings changed. `edited_history`: no turn's history is a prefix of the request.
-        The prompt builder adds three causes: `template_rewrites`, the template can't append these messages;
-        `template_history`, `history="template"` dropped part of earlier turns; `other_stop`, the parent ended with a
-        different stop token than the template writes, and `stop_mismatch` is "fork".
+        The gateway adds four causes: `template_rewrites`, the template can't append these messages; `template_history`,
+        `history="template"` dropped part of earlier turns; `other_stop`, the parent ended with a different stop token
+        than the template writes, and `stop_mismatch` is "fork"; `drift`, see `ServerRenderedCall`.
         """
         self._index_turns()
         if not self._children.get(parent) and (parent is not None or not self._by_history):

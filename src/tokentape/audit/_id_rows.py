@@ -114,7 +114,7 @@ def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[Id
         case ".json":
             yield _json_row(path.read_bytes(), columns, 1, str(path))
         case _:
-            raise InvalidRequest(f"{path}: expected {EXPECTED} or a file named .parquet, .jsonl or .json")
+            raise InvalidRequest(f"{path}: expected {EXPECTED}, or a file named .parquet, .jsonl or .json")
 
 
 def store_rows(store: Store) -> Iterator[IdRow]:

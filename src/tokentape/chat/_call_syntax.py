@@ -68,15 +68,11 @@ class CallShape:
     def reshape(self, message: Message) -> dict[str, Any]:
         """Return a caller's message with tool calls in this shape; otherwise the template may drop the calls."""
         reshaped = dict(message)
-        if reshaped.get("content") is None and self.keeps_missing:
+        content = reshaped.get("content")
+        if (content is None and self.keeps_missing) or (not content and self.content == "missing"):
             reshaped.pop("content", None)
-        elif not reshaped.get("content"):
-            if self.content == "text":
-                reshaped["content"] = ""
-            elif self.content == "none":
-                reshaped["content"] = None
-            elif self.content == "missing":
-                reshaped.pop("content", None)
+        elif not content:
+            reshaped["content"] = "" if self.content == "text" else None
         reshaped["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": self.shape(call["function"]["arguments"])}}
             for call in message["tool_calls"]
@@ -145,8 +141,9 @@ class CallSyntax:
     nested: NestedTags | None = None
     """Set if objects and lists are tags within tags (`tagged` only)."""
     quote: str = ""
+    """The mark before and after a value that is text (`literal` only)."""
     argument_separator: str = ""
-    """`literal` only."""
+    """The text between two arguments (`literal` only)."""
     space_before: int = 0
     """The number of white-space characters that the template writes between content and the first call."""
     between: str = ""
@@ -403,6 +400,7 @@ def _shared_tag(first: str, second: str, syntax: CallSyntax) -> str:
 
 
 def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:
+    """Return the bounds of the call in `region` that contains the three sentinels; None if they can't be found."""
     start = region.index(name)
     if syntax.style in ("tagged", "literal"):
         after = region.index(value) + len(value) + len(syntax.value_close)
@@ -439,11 +437,9 @@ def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | No
     """Return the bounds of the smallest JSON object that encloses region[start:end]; None if no object does."""
     opening = region.rfind("{", 0, start)
     while opening >= 0:
-        try:
-            value, stop = json.JSONDecoder().raw_decode(region, opening)
-        except ValueError:
-            stop, value = opening, None
-        if isinstance(value, dict) and stop >= end:
-            return opening, stop
+        with contextlib.suppress(ValueError):
+            _, stop = json.JSONDecoder().raw_decode(region, opening)
+            if stop >= end:
+                return opening, stop
         opening = region.rfind("{", 0, opening)
     return None

@@ -73,10 +73,13 @@ def compared(template: nodes.Template) -> Compared:
     assigned = _assigned(template)
     comparisons = [[node.expr, *(operand.expr for operand in node.ops)] for node in template.find_all(nodes.Compare)]
     named = [side for sides in comparisons if any(_field(side) == "name" for side in sides) for side in sides]
+    names = dict.fromkeys(
+        text for side in named for text in _strings(side, assigned) if text.strip() and len(text) <= _LONGEST
+    )
     number, length = _numbers(template, assigned)
     return Compared(
         strings=tuple(_strings_read(template)[:_MOST]),
-        names=tuple(_texts(named, assigned)[:_MOST]),
+        names=tuple(names)[:_MOST],
         number=number,
         length=length,
         divisor=_divisor(template, assigned),
@@ -156,7 +159,7 @@ def _no_texts(template: nodes.Template) -> Iterator[nodes.Node]:
 
 
 def _strings_in(node: nodes.Node, skipped: Set[int]) -> Iterator[str]:
-    """Yield the strings in a node. Constants that are joined count as one, and those joined with other values not."""
+    """Yield the strings in a node. Joined constants are one string; a constant joined with another value is none."""
     if isinstance(node, nodes.Const):
         yield from [node.value] if isinstance(node.value, str) and id(node) not in skipped else ()
         return
@@ -171,12 +174,6 @@ def _strings_in(node: nodes.Node, skipped: Set[int]) -> Iterator[str]:
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "split":
         for text in _strings_in(node.node, set()):
             yield from (piece for separator in constants or " " for piece in text.split(separator))
-
-
-def _texts(expressions: Iterable[nodes.Node], assigned: Mapping[str, nodes.Expr]) -> list[str]:
-    """Return the strings among the expressions, and those that variables among them are set to or loop over."""
-    texts = dict.fromkeys(text for node in expressions for text in _strings(node, assigned))
-    return [text for text in texts if text.strip() and len(text) <= _LONGEST]
 
 
 def _numbers(template: nodes.Template, assigned: Mapping[str, nodes.Expr]) -> tuple[int, int]:
@@ -198,7 +195,7 @@ def _numbers(template: nodes.Template, assigned: Mapping[str, nodes.Expr]) -> tu
 def _divisor(template: nodes.Template, assigned: Mapping[str, nodes.Expr]) -> int:
     """Return the highest number that a template divides a count by; 1 if there is none.
 
-    Division by 2 is no matter: other histories have odd and even numbers of turns.
+    Division by 2 is left out: the other histories have odd and even numbers of turns.
     """
     divisors = [mod.right for mod in template.find_all(nodes.Mod)]
     divisors += [(test.args or [test.node])[0] for test in template.find_all(nodes.Test) if test.name == "divisibleby"]
@@ -222,6 +219,7 @@ def _assigned(template: nodes.Template) -> dict[str, nodes.Expr]:
 
 
 def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[str]:
+    """Yield the strings in a constant or a list, or in those that a variable is set to or loops over."""
     if isinstance(node, nodes.Name):
         node = assigned.get(node.name, node)
     if isinstance(node, nodes.Const) and isinstance(node.value, str):

@@ -83,15 +83,15 @@ class ReplyParts:
     tool_calls: list[ToolCall] = field(default_factory=list)
     _drained: tuple[int, int, int] = (0, 0, 0)
     """The number of entries in each list that `drain` has returned."""
-    _interrupted: dict[str, bool] = field(default_factory=lambda: {"content": False, "reasoning": False})
+    _interrupted: set[str] = field(default_factory=set)
 
     def add(self, region: Literal["content", "reasoning"], text: str) -> None:
         if not text:
             return
         parts = self.content if region == "content" else self.reasoning
-        if parts and self._interrupted[region] and not parts[-1].endswith("\n") and not text.startswith("\n"):
+        if parts and region in self._interrupted and not parts[-1].endswith("\n") and not text.startswith("\n"):
             text = f"\n{text}"
-        self._interrupted[region] = False
+        self._interrupted.discard(region)
         parts.append(text)
 
     def drain(self) -> ReplyDelta:
@@ -106,4 +106,4 @@ class ReplyParts:
 
     def interrupt(self) -> None:
         """Begin a new line with the next content and the next reasoning."""
-        self._interrupted = {"content": True, "reasoning": True}
+        self._interrupted = {"content", "reasoning"}

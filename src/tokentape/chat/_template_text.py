@@ -347,8 +347,8 @@ class TemplateText:
             changed = [*new[:n], {**new[n], "content": marked}, *new[n + 1 :]]
             if after(self._render([*before, *changed], setup, generate=True)) == suffix:
                 raise TemplateRefused(
-                    f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: its "
-                    "text would not reach the model. Send it in a different place or with a different role."
+                    f"the chat template drops new message {n} (role {new[n]['role']!r}) after this assistant "
+                    "turn: its text would not reach the model. Send it elsewhere, or with a different role."
                 )
 
 

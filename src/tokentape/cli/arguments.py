@@ -32,7 +32,7 @@ def there(value: str) -> str:
     from tokentape.store._location import EXPECTED, is_record
 
     if not is_record(value) and not Path(value).exists():
-        raise typer.BadParameter(f"{value!r} does not exist; expected {EXPECTED} or a file.")
+        raise typer.BadParameter(f"{value!r} does not exist; expected {EXPECTED}, or a file.")
     return value
 
 
@@ -67,7 +67,7 @@ def _named_folder(value: str) -> tuple[str, Path]:
 Adapter: TypeAlias = Annotated[
     Any,
     option(
-        "LoRA adapter to use: its name in the record, and its folder. Turns of other adapters are not compared.",
+        "LoRA adapter to use: its name in the record, and its folder. Turns of other adapters are left out.",
         "NAME=FOLDER",
         "--adapter",
         parser=_named_folder,
@@ -176,7 +176,7 @@ def json_object(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=name) from None
+        raise typer.BadParameter(f"expected a JSON object, found {text}: {error}", param_hint=name) from None
     if not isinstance(value, dict):
         raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=name)
     return value

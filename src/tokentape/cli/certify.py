@@ -70,7 +70,7 @@ def _names(text: str) -> Sequence[str]:
     unknown = [name for name in names if name not in REQUIRABLE]
     if unknown:
         raise typer.BadParameter(
-            f"unknown: {', '.join(unknown)}. Known: {', '.join(REQUIRABLE)}", param_hint="--require"
+            f"unknown name {', '.join(unknown)}; choose from {', '.join(REQUIRABLE)}", param_hint="--require"
         )
     return names
 

@@ -23,7 +23,7 @@ from tokentape.engines._base import Engine
 from tokentape.engines._kinds import KINDS, open_engine
 from tokentape.store._location import refuse_output
 
-_ENGINE_HELP = f"{' or '.join(KINDS)}: the server at --engine-url. Default: the model in this process."
+_ENGINE_HELP = f"{', '.join(KINDS)}: the server at --engine-url. Default: the model in this process."
 _TEXTS_HELP = (
     "Sentences to use instead of the built-in ones, one per line: text with the word in [brackets], JSON with text "
     "and target, or plain text, from which words are drawn."

@@ -45,7 +45,7 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
         for entry in flags[name] or ():
             if entry.find("=") < 1:
                 raise typer.BadParameter(
-                    f"{entry!r} is not NAME=VALUE; for example, {example}", param_hint=settings()[name].flag
+                    f"{entry!r} is not NAME=VALUE; expected a value such as {example}", param_hint=settings()[name].flag
                 )
         flags[name] = dict(entry.split("=", 1) for entry in flags[name] or ()) or None
     try:

@@ -49,7 +49,7 @@ class Question:
     """One user message, and the calculation that it asks for: the operands joined by the operator.
 
     The operands are the previous answer (if `continues`), the prices of `items`, and `numbers`, in this order. A
-    greeting has no operands but a `name`.
+    greeting has a `name` and no operands.
     """
 
     prompt: str

@@ -56,7 +56,7 @@ class Adapters:
         self._serial += 1
         key = f"version{self._serial:09}"
         try:
-            # The file's, because peft drops settings that it does not know. An empty one switches nothing on.
+            # Read the file itself, because peft drops settings that it does not know. An empty one has no effect.
             settings, plain = json.loads((folder / "adapter_config.json").read_bytes()), vars(LoraConfig())
             changed = {one for one, value in settings.items() if value and value not in (plain.get(one), "gaussian")}
             if unsupported := {one: settings[one] for one in sorted(changed - _SUPPORTED)}:

@@ -159,7 +159,7 @@ def lark(form: Mapping[str, Any]) -> str:
                 begins = [token for token, _ in element["rules"]]
                 calls = [f"{ids([token])} {rule(content)}" for token, content in element["rules"]]
                 return f"({' | '.join([ids([*element['exclude_tokens'], *begins], but=True), *calls])})*"
-        raise InvalidRequest(f"the embedded engine does not know the format {element['type']!r}", "structural_tag")
+        raise InvalidRequest(f"unknown format {element['type']!r}; pass a tag that Tokentape wrote", "structural_tag")
 
     start = rule(form)
     # With forcing, text that the grammar fixes could be sampled in only one tokenization.

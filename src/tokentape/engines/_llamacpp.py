@@ -134,16 +134,15 @@ class LlamaCppEngine(RemoteEngine):
         reply = await self._complete(context, params, tokens, slot, after=completion.tokens)
         if (reply.tokens_evaluated, reply.tokens_predicted) != (len(context), len(reply.tokens)):
             raise EngineContractError(
-                f"the engine counts {reply.tokens_evaluated} prompt and {reply.tokens_predicted} completion tokens; "
-                f"{len(context)} were sent and {len(reply.tokens)} came back (return_tokens)"
+                f"the engine counts {reply.tokens_evaluated} prompt and {reply.tokens_predicted} completion tokens, "
+                f"but it was sent {len(context)} ids and returned {len(reply.tokens)}: does it obey return_tokens?"
             )
         ids, reason, matched = _cut(reply, params.stop_token_ids)
         completion.check_ids(ids)
-        rows = _aligned(reply.tokens, reply.completion_probabilities)[: len(ids)]
-        for position, row in enumerate(rows):
-            if row is None:
-                rows[position] = await self._score([*context, *ids[:position]], ids[position], params.top_logprobs)
-        scored = [row for row in rows if row is not None]
+        scored = [
+            await self._score([*context, *ids[:n]], ids[n], params.top_logprobs) if row is None else row
+            for n, row in enumerate(_aligned(reply.tokens, reply.completion_probabilities)[: len(ids)])
+        ]
         delta = completion.delta(ids, [row.logprob for row in scored], [row.alternatives for row in scored])
         if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self.info.max_context:
             raise EngineContractError(

@@ -74,7 +74,7 @@ class Worker:
             if self._adapters.current:
                 raise EngineError("weights can't be updated while adapters are loaded: open a new engine instead")
             if _shapes(model) != _shapes(self._batch.model):
-                raise EngineError("the new weights have different tensor names or shapes than the running model")
+                raise EngineError("the new weights have different tensor names or shapes: open a new engine instead")
             for request in self._running:
                 self._sampler.flush(request)
                 request.one_version = False

@@ -126,8 +126,8 @@ def _texts(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[str]:
 def check_json(tokenizer: Tokenizer, ids: Sequence[int], reply: Reply, stop: int | str | None) -> None:
     """Raise `EngineContractError` if the reply of a call with a JSON schema, which ended at id `stop`, is not JSON.
 
-    The ids may contain reasoning, to which some servers don't apply a schema, so JSON after a control token suffices.
-    Ids that the request itself stops at may come before the JSON is complete, so only a control token counts as an end.
+    Some servers don't apply the schema to reasoning, so either the content or the text after the last control token in
+    it must be JSON. A reply is checked only if it ended at a control token: other stops may come before the JSON ends.
     """
     if not isinstance(stop, int) or tokenizer.control_by_id(stop) is None or reply.tool_calls:
         return

@@ -33,16 +33,16 @@ Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=16)]
 Overridden: TypeAlias = Mapping[str, tuple[Any, Any]]
 """Maps each parameter to the value that the caller requested and the pinned value that was used."""
 
-METADATA = "tokentape_sampling"
+METADATA_KEY = "tokentape_sampling"
 """Key in session metadata for the session's pins and defaults: {"pin": {...}, "default": {...}}."""
 
 _FIELDS = {"stop": "stop_strings"}
 """Maps parameters to the `SamplingParams` fields that have a different name."""
 
 _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
+"""Maps names in some wire APIs to the name of the parameter."""
 
-
-_KINDS: dict[str, Any] = {
+_TYPES: dict[str, Any] = {
     "temperature": Temperature,
     "top_p": TopP,
     "top_k": TopK,
@@ -55,7 +55,7 @@ _KINDS: dict[str, Any] = {
     "stop": Stop,
     "adapter": Adapter,
 }
-NAMES = tuple(_KINDS)
+NAMES = tuple(_TYPES)
 """Parameters that can be pinned: `adapter`, and others with the names used in OpenAI and vLLM requests."""
 
 
@@ -75,14 +75,14 @@ class Pins:
         return cls(_read(pinned, "pin", strict=strict), _read(defaults, "default", strict=strict))
 
     def with_session(self, metadata: Mapping[str, Any]) -> Pins:
-        """Add the pins and defaults in session metadata. Raises `InvalidRequest` if they change one of these pins."""
-        if METADATA not in metadata:
+        """Add the pins and defaults in session metadata. Raises `InvalidRequest` if a session changes a pin."""
+        if METADATA_KEY not in metadata:
             return self
-        settings = metadata[METADATA]
+        settings = metadata[METADATA_KEY]
         if not isinstance(settings, Mapping) or not all(
             isinstance(settings.get(name, {}), Mapping) for name in settings
         ):
-            raise InvalidRequest(f"metadata.{METADATA} must be an object of objects pin and default", "metadata")
+            raise InvalidRequest(f"metadata.{METADATA_KEY} must be an object of objects pin and default", "metadata")
         session_pins = Pins.read(settings.get("pin", {}), settings.get("default", {}))
         for name, value in session_pins.pinned.items():
             if self.pinned.get(name, value) != value:
@@ -95,7 +95,7 @@ class Pins:
         for name, value in {**self.defaults, **self.pinned}.items():
             field = _FIELDS.get(name, name)
             if field not in engine.sampling and value != getattr(plain, field):
-                raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
+                raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't set it", name)
 
     def applied(self, sampling: SamplingParams, set_parameters: Collection[str]) -> tuple[SamplingParams, Overridden]:
         """Apply pins and defaults to `sampling`, in which the caller has set `set_parameters`.
@@ -125,10 +125,10 @@ def header(overridden: Overridden) -> str:
 def _read(values: Mapping[str, Any], kind: str, *, strict: bool) -> Mapping[str, Any]:
     read = {}
     for name, value in values.items():
-        if name not in _KINDS:
+        if name not in _TYPES:
             raise InvalidRequest(f"{kind} {name!r} can't be set; expected one of {', '.join(NAMES)}", kind)
         try:
-            read[name] = msgspec.convert(value, _KINDS[name], strict=strict)
+            read[name] = msgspec.convert(value, _TYPES[name], strict=strict)
         except msgspec.ValidationError as error:
             reason, where = explain(error)
             raise InvalidRequest(f"{kind}.{name}{where}: {reason}", kind) from None

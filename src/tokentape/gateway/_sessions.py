@@ -30,7 +30,7 @@ from tokentape.gateway._http import check_depth, json_response, read_body
 from tokentape.gateway._images import MIME_TYPES
 from tokentape.gateway._keys import Caller, check_session_id, may_be_session_id, new_session_id
 from tokentape.gateway._openapi import BINARY, JSON, SESSION, WHOLE_NUMBER, ApiRoute
-from tokentape.gateway._pins import METADATA
+from tokentape.gateway._pins import METADATA_KEY
 from tokentape.gateway._session_cache import not_found
 from tokentape.store import SessionSummary, Store
 from tokentape.store._reads import lineage_of
@@ -58,7 +58,7 @@ class NewSession(Struct, forbid_unknown_fields=True):
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Return the endpoints under /sessions, except a session's wire APIs.
+    """Return the endpoints under /sessions, except those of `feedback_routes` and a session's wire APIs.
 
     They read from the record and not from this process's memory, so everything they return is durable. A session is
     visible only to the key that created it and to admin keys.
@@ -74,7 +74,7 @@ def routes(gateway: Gateway) -> list[Route]:
             check_depth(getattr(body, name) or {}, name)
         metadata = body.metadata or {}
         if body.pin or body.default:
-            metadata = {**metadata, METADATA: {"pin": body.pin or {}, "default": body.default or {}}}
+            metadata = {**metadata, METADATA_KEY: {"pin": body.pin or {}, "default": body.default or {}}}
         if caller.session_id is not None:
             raise Forbidden("a session key can't create sessions; use an API key")
         any_metadata = (body.metadata, body.pin, body.default) == (None, None, None)
@@ -146,11 +146,10 @@ def routes(gateway: Gateway) -> list[Route]:
     page = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "after": WHOLE_NUMBER}
     text, flag = {"type": "string"}, {"type": "boolean"}
     row_query = {"leaf": WHOLE_NUMBER, "verdict": text, "wait_checks": WHOLE_NUMBER, "unread": flag, "format": text}
-    new: dict[str, Any] = {"body": NewSession, "body_required": False, "status": 201}
     rows: dict[str, Any] = {"media": (JSON, PARQUET), "query": row_query}
     media = "An image in a session as received, or the settings with which it was processed"
     return [
-        ApiRoute("POST", "/sessions", create, "Create a session", **new),
+        ApiRoute("POST", "/sessions", create, "Create a session", body=NewSession, body_required=False, status=201),
         ApiRoute("GET", "/sessions", show_all, "List sessions", query=page),
         ApiRoute("GET", SESSION, show, "A session's tree of turns, its leaves and rewards"),
         ApiRoute("GET", SESSION + "/media/{sha256}", show_media, media, media=(*MIME_TYPES, JSON)),

@@ -100,7 +100,7 @@ class Store:
     async def bind(self, tokenizer: Tokenizer, gateway_id: str | None = None) -> None:
         """Accept only gateways with this tokenizer's vocabulary, from the first turn on. Each gateway calls this first.
 
-        Templates, weights and folders may change. `gateway_id` is the caller's, if it is already among the gateways.
+        Templates, weights and folders may change. `gateway_id` is the calling gateway's id; None if it has none yet.
         Raises `InvalidRequest` if the record has ids of another vocabulary.
         """
         served = None
@@ -191,7 +191,7 @@ class Store:
     def load_media(self, session_id: str, sha256: str) -> Media:
         """Return an image of a session, or the settings of its image processor, which are recorded like an image.
 
-        Raises `NotFound` if the session has neither with this hash, and `StoreCorrupt` if the bytes have another.
+        Raises `NotFound` if the session has neither with this hash, and `StoreCorrupt` if the bytes don't match it.
         """
         table, of_turn = schema.media, schema.turn_media.c
         referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)
@@ -225,7 +225,7 @@ class Store:
         """
         for chunk in reads.together(self._sizes(), reads.TOKENS_AT_ONCE if together else 0):
             with self.reading() as connection:
-                # A session may have been deleted since the page was read.
+                # A session may have been deleted since the page was read. `pop` frees each one when it is yielded.
                 loaded = reads.load_sessions(connection, chunk, per_token=per_token)[::-1]
             while loaded:
                 yield loaded.pop()

@@ -131,7 +131,6 @@ def extent_of(row: Row[Any]) -> Extent:
 
 def _conditions(listing: Listing) -> list[ColumnElement[bool]]:
     sessions, turns = schema.sessions.c, schema.turns.c
-    conditions: list[ColumnElement[bool]] = []
     limits: tuple[tuple[Any, ColumnElement[Any], Any], ...] = (
         (listing.owner, sessions.owner, operator.eq),
         (listing.reward_min, _REWARD, operator.ge),
@@ -139,7 +138,7 @@ def _conditions(listing: Listing) -> list[ColumnElement[bool]]:
         (listing.since, sessions.created_at, operator.ge),
         (listing.until, sessions.created_at, operator.lt),
     )
-    conditions += [compare(column, limit) for limit, column, compare in limits if limit is not None]
+    conditions = [compare(column, limit) for limit, column, compare in limits if limit is not None]
     if listing.session_ids is not None:
         conditions.append(sessions.session_id.in_(listing.session_ids))
     if listing.search:

@@ -13,7 +13,7 @@ from tokentape.store._postgres import PostgresStore, is_url, without_password
 from tokentape.store._served_model import MODEL_NAME, ServedModel, write_served_model
 from tokentape.store._sqlite import DATABASE_NAME, SqliteStore
 
-EXPECTED = "a data directory, postgresql://user@host/database, an archive"
+EXPECTED = "a data directory, postgresql://user@host/database or an archive"
 """The kinds of locations, for error messages."""
 
 

@@ -194,7 +194,7 @@ class FileSource:
         self._listed = [_summary(n, session) for n, session in enumerate(self._sessions.values())]
 
     def page(self, listing: Listing) -> ListedPage:
-        """Return a page of sessions. Sessions in a file have no owner."""
+        """Return a page of sessions. `listing.owner` has no effect, because sessions in a file have no owner."""
         summaries = [summary for summary in self._listed if self._matches(summary, listing)]
         # Sessions without a value come last in either order.
         summaries.sort(key=lambda summary: summary.position, reverse=listing.descending)

@@ -79,7 +79,7 @@ def test_unwritable_page_is_refused_before_measuring(skewed: Path, tmp_path: Pat
     [
         (["nowhere", str(MODEL)], "there is no nowhere"),
         ([str(MODEL), str(MODEL), "--kwargs", "[]"], "expected a JSON object"),
-        ([str(MODEL), str(MODEL), "--kwargs-b", "{"], "not JSON"),
+        ([str(MODEL), str(MODEL), "--kwargs-b", "{"], "expected a JSON object, found {: Expecting"),
         ([str(MODEL), str(MODEL), "--date", "today"], "expected a date"),
         ([str(MODEL), str(MODEL), "--corpus", "nowhere.txt"], "nowhere.txt"),
         ([str(MODEL)], "Missing argument"),

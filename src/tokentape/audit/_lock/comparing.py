@@ -209,7 +209,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
 
 
 def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
-    """Return changes from files other than tokenizer.json, or a note if transformers loads the same tokenizer."""
+    """Return changes from files other than tokenizer.json, and a note if changed settings have no effect."""
     was, now = model_files.comparable_settings(old.loading or {}, new.loading or {})
     templates = model_files.changed_entries(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
     changes = [_change("template", f"the template named {name} {_came(*pair)}") for name, pair in templates.items()]

@@ -70,7 +70,7 @@ def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) ->
 
 
 def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
-    """Return True if a merge is the last step of encoding its own result, see the module docstring."""
+    """Return True if a merge is the last step of encoding its own result (see the module docstring)."""
     parts = list("".join(merge))
     while len(parts) > 2:
         pairs = [ranks.get(pair, inf) for pair in pairwise(parts)]

@@ -201,7 +201,7 @@ def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def shown_type(kind: Any) -> str:
-    """Describe the type of a part, item or tool for an error. Text that is not a type's name is not quoted."""
+    """Describe the type of a part, item or tool for an error. Quotes only text that could be the name of a type."""
     if isinstance(kind, str) and _TYPE_NAME.fullmatch(kind):
         return f"type {kind!r}"
     return "no type" if kind is None else "an unknown type"
