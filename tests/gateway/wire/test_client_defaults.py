@@ -255,6 +255,14 @@ def test_priority_and_cache_salt_are_reported_where_the_engine_takes_none(served
     assert (served.engine.requests[0][1].priority, served.engine.requests[0][1].cache_salt) == (0, None)
 
 
+def test_a_session_id_in_a_body_selects_nothing_and_is_reported_if_it_names_another_session(served: Served) -> None:
+    for sent, reported in (("trial-1", ["session_id"]), ("s", [])):
+        chat, plain, response, _ = replies_of_each_api(served, session_id=sent)
+        for where in (chat.choices[0], plain.choices[0], response):
+            assert where.tokentape["session_id"] == "s"
+            assert where.tokentape.get("ignored_params", []) == reported
+
+
 def test_ignored_fields_are_also_in_each_reply_body(served: Served) -> None:
     chat, plain, response, _ = replies_of_each_api(served, priority=2)
     for where in (chat.choices[0], plain.choices[0], response):

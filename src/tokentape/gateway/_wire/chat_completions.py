@@ -161,7 +161,7 @@ class ChatCompletions(Dialect):
             *(["tools.strict"] if strict and rule is None else []),
             *unread_kwargs(read.chat_template_kwargs, context),
             *_unknown_fields(fields),
-            *shared.ignored_fields(read, context.engine, self.model_id),
+            *shared.ignored_fields(read, context, self.model_id),
         )
         return DecodedRequest(turn, partial(_ChatEncoder, self, read, ignored), ignored)
 

@@ -82,7 +82,7 @@ class Completions(Dialect):
             prompt_ids=await self._prompt_ids(read, context.vocab_size),
             ignore_eos=read.ignore_eos,
         )
-        ignored = tuple(shared.ignored_fields(read, context.engine, self.model_id))
+        ignored = tuple(shared.ignored_fields(read, context, self.model_id))
         return DecodedRequest(turn, partial(_Encoder, self, read, ignored), ignored)
 
     async def _prompt_ids(self, body: CompletionsBody, vocab_size: int) -> TokenIds:

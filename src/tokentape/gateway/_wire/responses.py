@@ -99,7 +99,7 @@ class Responses(Dialect):
             *shared.unenforced(choice, read.parallel_tool_calls, rule),
             *_without_effect(read),
             *unread_kwargs(read.chat_template_kwargs, context),
-            *shared.ignored_fields(read, context.engine, self.model_id),
+            *shared.ignored_fields(read, context, self.model_id),
         )
         return DecodedRequest(turn, partial(ResponseEncoder, self, read, ignored, turn, tools.namespaces), ignored)
 

@@ -64,6 +64,7 @@ class SamplingFields(Struct, kw_only=True):
     stop_token_ids: list[TokenId] = []
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    session_id: str | None = None
 
 
 class StreamOptions(Struct):
@@ -159,10 +160,11 @@ def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
     return array
 
 
-def ignored_fields(body: SamplingFields, engine: EngineInfo, model_id: str) -> list[str]:
-    """Return the fields that are set but not passed on: scheduler and cache fields, and `model` if it is ignored."""
-    unsent = [name for name in _SCHEDULING if getattr(body, name) and name not in engine.sampling]
-    return [*ignored_model(body.model, engine, model_id), *unsent]
+def ignored_fields(body: SamplingFields, context: RequestContext, model_id: str) -> list[str]:
+    """Return the fields that are set but have no effect: scheduler and cache fields, `model`, another session's id."""
+    unsent = [name for name in _SCHEDULING if getattr(body, name) and name not in context.engine.sampling]
+    other_session = ["session_id"] if body.session_id not in (None, context.session_id) else []
+    return [*ignored_model(body.model, context.engine, model_id), *unsent, *other_session]
 
 
 def ignored_model(model: str, engine: EngineInfo, model_id: str) -> list[str]:
