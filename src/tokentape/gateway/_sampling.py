@@ -23,6 +23,7 @@ from prometheus_client import Counter
 from tokentape._session.invariants import check_ids
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import PER_TOKEN, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
+from tokentape.engines._pool import EnginePool
 from tokentape.errors import EngineAborted, EngineUnavailable
 from tokentape.gateway._choices import Choice
 from tokentape.gateway._completion_checks import check_json, check_stop_strings, limited_by_server
@@ -179,9 +180,9 @@ class CompletionSampler:
                                 yield event
                             if choice.finish_reason is not None:
                                 break
-                    if isinstance(choice.stop, str) and not finder.passed:
-                        # The call was closed before its end, where the data to check arrive, so check the engine here.
-                        await self.engine.check()
+                        if isinstance(choice.stop, str) and not finder.passed:
+                            # The call is closed before its end, where the data to check arrive, so check the engine.
+                            await self._check_engine(choice, aborts)
             except asyncio.CancelledError:
                 if not cancelled or task.uncancel():
                     raise
@@ -201,6 +202,13 @@ class CompletionSampler:
                 break
         choice.end()
         self._check_end(choice)
+
+    async def _check_engine(self, choice: Choice, aborts: int) -> None:
+        """Check the engine of a running call, and note its name if there are several. Raises `EngineUnavailable`."""
+        if isinstance(self.engine, EnginePool):
+            choice.engines[-1] = await self.engine.check_call(_request_id(choice, aborts))
+        else:
+            await self.engine.check()
 
     def _check_stops(self, choice: Choice, last: SampleDelta) -> None:
         """Raise `EngineContractError` if an engine call that ends with `last` disregarded the stop strings."""
