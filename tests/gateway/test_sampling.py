@@ -439,6 +439,27 @@ def test_each_part_has_its_weights(call: Caller, renderer: Renderer, ids: list[i
     assert (turn.weight_version, turn.weight_changes) == ("1", ((3, "2"), (7, "3")))
 
 
+def test_server_without_a_version_has_unknown_weights_if_another_reports_one(
+    call: Caller, renderer: Renderer, ids: list[int]
+) -> None:
+    engine = Interrupted(renderer, ids)
+    turns = Turns(engine, renderer, call.store)
+
+    def weights(session: str, *reported: str, **sampling: Any) -> str:
+        engine.requests, engine.versions = [], [*reported]
+        asyncio.run(take(turns, replace(ALL, **sampling), stream=True, session=session))
+        return call.store.load_session(session).turns[0].weight_version
+
+    turns.gate.open("8")
+    assert weights("none reports") == "8"
+    assert weights("it reports", "8") == "8"
+    assert weights("another has reported") == "unknown"
+    turns.gate.open("a-8", "a")
+    assert weights("adapter", adapter="a") == "a-8"
+    turns.gate.open("9")
+    assert weights("newer weights") == "9"
+
+
 def test_rows_per_token_continue_after_a_resume(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     wanted = call(Interrupted(renderer, ids), payloads=True)
     cut = call(Interrupted(renderer, ids, [3, 6]), payloads=True)

@@ -176,6 +176,8 @@ class CompletionSampler:
                             if not finder.passed:
                                 delta = _up_to_stop(delta, finder)
                             event = choice.append(delta)
+                            if ended:
+                                self._check_weights(choice)
                             if delta.token_ids or delta.finish_reason != "abort":
                                 yield event
                             if choice.finish_reason is not None:
@@ -202,6 +204,16 @@ class CompletionSampler:
                 break
         choice.end()
         self._check_end(choice)
+
+    def _check_weights(self, choice: Choice) -> None:
+        """Make the weight version unknown if this call's server reports none, and another has reported one.
+
+        The trainer names versions at the servers then, and a server without one has restarted with other weights.
+        """
+        if choice.names_weights:
+            self.gate.reported = True
+        elif self.gate.reported and choice.sampling.adapter is None:
+            choice.set_weights((0, "unknown"))
 
     async def _check_engine(self, choice: Choice, aborts: int) -> None:
         """Check the engine of a running call, and note its name if there are several. Raises `EngineUnavailable`."""
