@@ -3,15 +3,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tokentape._opening import open_configured, open_renderer, other_sampling
 from tokentape.config import EngineConfig, ServeConfig
+from tokentape.engines._base import Timeouts
 from tokentape.engines._pool import EnginePool
+from tokentape.errors import EngineTimeout
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,14 @@ def test_unused_sampling_defaults_are_named_with_their_options(tmp_path: Path) -
     assert other_sampling(ServeConfig(model=tmp_path, default={"temperature": 0.7, "top_p": 0.8})) == ""
     (tmp_path / "generation_config.json").write_text("[]")
     assert other_sampling(ServeConfig(model=tmp_path)) == ""
+
+
+def test_opening_waits_for_a_silent_server_no_longer_than_for_a_connection() -> None:
+    renderer: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=10))
+    # The system accepts connections, and nothing answers.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        timeouts = Timeouts(connect=0.1, first_token=1.0)
+        config = ServeConfig(engine=EngineConfig(kind="vllm", urls=(url,), timeouts=timeouts))
+        with pytest.raises(EngineTimeout, match="timeout connect"):
+            asyncio.run(open_configured(config, renderer, check=False))

@@ -301,7 +301,8 @@ def _replica_name(url: str) -> str:
 async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard: Guard | None) -> Engine:
     _log.info("comparing the model that %s serves with the model folder", url)
     async with _asking(config, url) as http:
-        refuse_gateway(await engine_class(config.kind).served_as(http))
+        # A server that accepts connections and does not answer must not keep the gateway from starting.
+        refuse_gateway(await engine_class(config.kind).served_as(http, stage="connect"))
         try:
             engine = await open_engine(
                 config.kind,

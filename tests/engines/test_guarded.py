@@ -253,6 +253,27 @@ def test_mode_that_can_no_longer_be_determined_is_unknown(
         asyncio.run(run())
 
 
+def test_refused_model_stays_refused_if_the_server_fails_other_requests(
+    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = "1"
+
+    async def fail(engine: VllmEngine) -> str:
+        raise InvalidRequest("the engine does not serve m")
+
+    async def run() -> None:
+        nonlocal version
+        async with opened(url, looked, weights_now=lambda: version) as engine:
+            await call(engine)
+            monkeypatch.setattr(VllmEngine, "find_logprobs_mode", fail)
+            looked.found, version = OTHER, "2"
+            with pytest.raises(EngineUnavailable, match="it has other ids"):
+                await call(engine)
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
 def test_server_restarted_with_options_that_change_the_samples_fails_calls(
     server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

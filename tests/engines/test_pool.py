@@ -12,7 +12,7 @@ from tests.waiting import until
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._pool import EnginePool
-from tokentape.errors import EngineContractError, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineContractError, EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
 
 INFO = EngineInfo("fake", "1", "m", 100, 1000, "raw_logprobs", DISTRIBUTION)
@@ -30,9 +30,16 @@ class Replica:
         self.closed = 0
         self.opened = 0
         self.down = False
+        self.silent: asyncio.Event | None = None
+        """Opening waits for it."""
+        self.closing: asyncio.Event | None = None
+        """Closing waits for it."""
+        self.interrupted: list[str] = []
         self.asked: list[SamplingParams] = []
 
     async def open(self) -> Replica:
+        if self.silent is not None:
+            await self.silent.wait()
         if self.down:
             raise EngineUnavailable("connection refused")
         self.opened += 1
@@ -52,7 +59,13 @@ class Replica:
         if self.down:
             raise EngineUnavailable("connection refused")
 
+    def interrupt(self, request_id: str) -> bool:
+        self.interrupted.append(request_id)
+        return True
+
     async def close(self) -> None:
+        if self.closing is not None:
+            await self.closing.wait()
         self.closed += 1
 
 
@@ -159,6 +172,46 @@ def test_contract_error_is_not_retried_on_another_replica() -> None:
     asyncio.run(run())
 
 
+def hopeless() -> EngineError:
+    error = EngineError("the engine answered 404")
+    error.retry = False
+    return error
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("too long"), hopeless()])
+def test_a_call_that_one_replica_refuses_is_served_by_another(error: Exception) -> None:
+    async def run() -> None:
+        replicas = [Replica(), Replica()]
+        replicas[0].error = error
+        pool = await opened(*replicas)
+        for session in range(10):
+            assert len(await call(pool, f"s{session}")) == 3
+        assert replicas[0].calls
+        assert all(pool.available.values())
+        replicas[1].error = error
+        with pytest.raises(type(error), match=str(error)):
+            await call(pool, "s")
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_replica_that_fails_a_call_and_is_not_healthy_gets_no_more_calls() -> None:
+    async def run() -> None:
+        replicas = [Replica(), Replica()]
+        pool = await opened(*replicas)
+        await call(pool, "s")
+        (home,) = (replica for replica in replicas if replica.calls)
+        home.error, home.down = EngineError("the engine answered 500"), True
+        with pytest.raises(EngineError, match="500"):
+            await call(pool, "s")
+        assert len(await call(pool, "s")) == 3
+        assert sorted(pool.available.values()) == [False, True]
+        await pool.close()
+
+    asyncio.run(run())
+
+
 def test_recovered_replica_gets_its_sessions_again() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]
@@ -173,6 +226,21 @@ def test_recovered_replica_gets_its_sessions_again() -> None:
         deltas = await call(pool, "s")
         assert {delta.engine for delta in deltas} == {"fake 2 raw_logprobs"}
         assert [replica.opened for replica in replicas] == [2, 2]
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_replica_returns_while_the_opening_of_another_gets_no_answer() -> None:
+    async def run() -> None:
+        silent, other = Replica(), Replica()
+        pool = await opened(silent, other, recheck_seconds=0.01)
+        silent.error = other.error = EngineUnavailable("gone")
+        silent.silent = asyncio.Event()
+        with pytest.raises(EngineUnavailable):
+            await call(pool, "s")
+        await until_available(pool, "r1")
+        assert pool.available == {"r0": False, "r1": True}
         await pool.close()
 
     asyncio.run(run())
@@ -227,11 +295,30 @@ def test_replicas_that_differ_are_refused_and_closed(field: str) -> None:
 
 
 def test_pool_accepts_parameters_that_all_replicas_accept() -> None:
+    images = Replica(replace(INFO, media=frozenset({"image"})))
     small = Replica(replace(INFO, max_context=10, late_stops=64, early_stops=True, sampling=DISTRIBUTION - {"seed"}))
-    pool = asyncio.run(opened(Replica(), small))
+    pool = asyncio.run(opened(images, small))
     assert pool.info.max_context == 10
     assert (pool.info.late_stops, pool.info.early_stops) == (64, True)
     assert pool.info.sampling == (DISTRIBUTION - {"seed"}) | {"session_id"}
+    assert pool.info.media == frozenset()
+
+
+def test_replica_that_joins_later_changes_how_stops_and_penalties_are_handled() -> None:
+    async def run() -> None:
+        late, other = Replica(), Replica(replace(INFO, prompt_penalties=frozenset({"repetition_penalty"})))
+        late.info, late.down = replace(INFO, late_stops=64, early_stops=True), True
+        pool = await opened(late, other, recheck_seconds=0.01)
+        assert (pool.info.late_stops, pool.info.early_stops) == (0, False)
+        assert pool.info.prompt_penalties
+        late.down = False
+        await call(pool, "s")
+        await until_available(pool, "r0")
+        assert (pool.info.late_stops, pool.info.early_stops) == (64, True)
+        assert not pool.info.prompt_penalties
+        await pool.close()
+
+    asyncio.run(run())
 
 
 def test_replica_without_sessions_gets_no_session_calls() -> None:
@@ -262,5 +349,61 @@ def test_a_failed_replica_is_closed_once_when_its_last_call_has_ended() -> None:
         assert replica.closed == 1
         await pool.close()
         assert replica.closed == 1
+
+    asyncio.run(run())
+
+
+def test_interrupt_reaches_a_running_call_of_a_failed_replica() -> None:
+    async def run() -> None:
+        replica = Replica()
+        pool = await opened(replica)
+        params = SamplingParams(max_tokens=3, session_id="s")
+        async with aclosing(pool.sample(PROMPT, params, stream=True, request_id="a")) as slow:
+            await anext(slow)
+            replica.error = EngineUnavailable("gone")
+            with pytest.raises(EngineUnavailable):
+                await call(pool, "s")
+            assert pool.interrupt("a")
+        assert replica.interrupted == ["a"]
+        assert not pool.interrupt("a")
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_failed_replica_is_closed_if_its_last_call_is_cancelled() -> None:
+    async def run() -> None:
+        replica = Replica()
+        pool = await opened(replica)
+        replica.error, replica.closing = EngineUnavailable("gone"), asyncio.Event()
+        failing = asyncio.create_task(call(pool, "s"))
+        await asyncio.to_thread(until, lambda: not pool.available["r0"])
+        failing.cancel()
+        await asyncio.wait([failing])
+        replica.closing.set()
+        await asyncio.to_thread(until, lambda: replica.closed)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_running_call_is_checked_at_its_own_replica() -> None:
+    async def run() -> None:
+        replicas = [Replica(), Replica()]
+        pool = await opened(*replicas)
+        for number in range(20):
+            params = SamplingParams(max_tokens=3, session_id=f"s{number}")
+            before = [replica.calls for replica in replicas]
+            async with aclosing(pool.sample(PROMPT, params, stream=True, request_id="a")) as deltas:
+                await anext(deltas)
+                gained = [replica.calls - old for replica, old in zip(replicas, before, strict=True)]
+                home = replicas[gained.index(1)]
+                home.info = replace(INFO, version="2")
+                assert await pool.check_call("a") == "fake 2 raw_logprobs"
+                home.down, home.info = True, INFO
+                with pytest.raises(EngineUnavailable):
+                    await pool.check_call("a")
+                home.down = False
+        await pool.close()
 
     asyncio.run(run())

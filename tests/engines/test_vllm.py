@@ -37,7 +37,7 @@ from tests.json_schemas import validate
 from tests.searching import examples
 from tests.waiting import PATIENCE
 
-from tokentape.engines._base import DISTRIBUTION, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import (
     EngineContractError,
@@ -674,3 +674,18 @@ def test_cached_tokens_are_reported_with_the_last_delta(server: FakeVllm, stream
     cached = tampered(lambda events: usage(events).update(prompt_tokens_details={"cached_tokens": 2}))
     *_, last = open_and_sample(server, stream=stream, answer=cached)
     assert last.cached_tokens == 2
+
+
+def test_facts_of_a_restarted_server_are_read_again(server: FakeVllm) -> None:
+    async def main() -> EngineInfo:
+        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.version = "0.34.0"
+        server.routes["/v1/models"] = JSONResponse({"data": [{"id": MODEL, "max_model_len": 32}]})
+        try:
+            assert await engine.find_logprobs_mode() == "raw_logprobs"
+            return engine.info
+        finally:
+            await engine.close()
+
+    info = asyncio.run(main())
+    assert (info.version, info.max_context) == ("0.34.0", 32)

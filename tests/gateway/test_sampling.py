@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.waiting import PATIENCE
 from tokentape._session.verdict import verdict
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo, Payload, SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines._pool import EnginePool
 from tokentape.errors import EngineAborted, EngineError, EngineUnavailable
 from tokentape.gateway._app import create_app
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest
@@ -294,6 +296,32 @@ def test_gateway_searches_stop_strings_if_the_engine_would_end_before_min_tokens
     assert [params.stop_strings for _, params, _ in engine.requests] == [()]
 
 
+def test_call_of_a_pool_that_the_gateway_cuts_is_named_by_a_check_of_its_replica(
+    call: Caller, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = renderer.tokenizer.encode_plain("user two user three<|im_end|>")
+    sampling = SamplingParams(max_tokens=0, stop_strings=("user",), min_tokens=2)
+    engines = [Interrupted(renderer, ids) for _ in range(2)]
+
+    async def opened(engine: Interrupted) -> Interrupted:
+        return engine
+
+    async def restarted(engine: Interrupted) -> None:
+        engine.info = replace(engine.info, version="2")
+
+    for engine in engines:
+        engine.info = replace(engine.info, early_stops=True)
+        monkeypatch.setattr(engine, "check", partial(restarted, engine))
+    pool = asyncio.run(EnginePool.open({f"r{at}": partial(opened, engine) for at, engine in enumerate(engines)}))
+    for session in range(8):
+        for engine in engines:
+            engine.requests, engine.info = [], replace(engine.info, version="1")
+        asyncio.run(take(Turns(pool, renderer, call.store), sampling, session=f"p{session}"))
+        (turn,) = call.store.load_session(f"p{session}").turns
+        assert (turn.stop, turn.engine) == ("user", "plain 2 raw_logprobs")
+        assert {engine.info.version for engine in engines if not engine.requests} == {"1"}
+
+
 def test_prompt_that_ends_inside_a_character_does_not_end_at_its_own_stop_string(
     call: Caller, renderer: Renderer
 ) -> None:
@@ -409,6 +437,27 @@ def test_each_part_has_its_weights(call: Caller, renderer: Renderer, ids: list[i
     engine = Interrupted(renderer, ids, [3, 3, 7], versions=["1", "2", "2", "3"], spans=spans)
     turn = call(engine, stream=True).turn
     assert (turn.weight_version, turn.weight_changes) == ("1", ((3, "2"), (7, "3")))
+
+
+def test_server_without_a_version_has_unknown_weights_if_another_reports_one(
+    call: Caller, renderer: Renderer, ids: list[int]
+) -> None:
+    engine = Interrupted(renderer, ids)
+    turns = Turns(engine, renderer, call.store)
+
+    def weights(session: str, *reported: str, **sampling: Any) -> str:
+        engine.requests, engine.versions = [], [*reported]
+        asyncio.run(take(turns, replace(ALL, **sampling), stream=True, session=session))
+        return call.store.load_session(session).turns[0].weight_version
+
+    turns.gate.open("8")
+    assert weights("none reports") == "8"
+    assert weights("it reports", "8") == "8"
+    assert weights("another has reported") == "unknown"
+    turns.gate.open("a-8", "a")
+    assert weights("adapter", adapter="a") == "a-8"
+    turns.gate.open("9")
+    assert weights("newer weights") == "9"
 
 
 def test_rows_per_token_continue_after_a_resume(call: Caller, renderer: Renderer, ids: list[int]) -> None:

@@ -68,7 +68,7 @@ class GuardedEngine:
     """A `RemoteEngine` that verifies the model on its server. It is an `Engine`; create it with `open`.
 
     The server is checked again if it may have restarted, reports a new weight version or lists different models,
-    always before the last delta of a completion. This also updates the logprobs mode of `info`. While the server
+    always before the last delta of a completion. This also updates `info`. While the server
     serves a different model, calls fail. If the model can't be verified, or with `refuse` False, calls continue and
     `info` has the capability `UNVERIFIED`.
     """
@@ -221,6 +221,7 @@ class GuardedEngine:
 
     async def _find_out(self, now: _Seen) -> None:
         mode = UNKNOWN_MODE if self._opened else self._engine.info.logprobs_mode
+        check = ModelCheck("ok")
         try:
             async with asyncio.timeout(LOOK_SECONDS if self._opened else FIRST_LOOK_SECONDS):
                 self._served = await self._engine.served_as(self.http)
@@ -232,7 +233,8 @@ class GuardedEngine:
         except (EngineError, InvalidRequest, TimeoutError) as error:
             if self._opened and isinstance(error, EngineContractError):
                 raise  # for example a restart with start options that change the samples
-            check = ModelCheck("unverified", f"the request to the server failed ({type(error).__name__})")
+            if check.status == "ok":
+                check = ModelCheck("unverified", f"the request to the server failed ({type(error).__name__})")
         first, self._opened = not self._opened, True
         if mode != self.info.logprobs_mode:
             old = self.info.logprobs_mode

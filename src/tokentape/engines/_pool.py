@@ -21,7 +21,14 @@ from tokentape.engines._base import (
     SamplingParams,
 )
 from tokentape.engines._guarded import marked
-from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TokentapeError
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    InvalidRequest,
+    TokentapeError,
+)
 from tokentape.types import TokenIds
 
 _log = logging.getLogger("tokentape.engines")
@@ -55,16 +62,18 @@ class EnginePool:
     """An `Engine` that distributes calls among replicas with the same weights. Open it with `open`.
 
     A session's calls go to one replica, chosen by rendezvous hashing of the session id, so that its prefix is cached
-    there. If a replica fails or comes back, only its own sessions move. A call that fails before its first token is
-    sent to the next replica; a call that fails later raises. A failed replica gets no calls until it can be opened
-    again, which is tried every `recheck_seconds`.
+    there. If a replica fails or comes back, only its own sessions move. If a replica can't be reached or refuses a call
+    before its first token, the call is sent to the next replica; other failures raise, and the replica is checked. A
+    failed replica gets no calls until it can be opened again, which is tried every `recheck_seconds`.
     """
 
     def __init__(self, replicas: list[_Replica], info: EngineInfo, recheck_seconds: float) -> None:
         self._replicas = replicas
         self._info = info
         self._recheck_seconds = recheck_seconds
-        self._rechecking: asyncio.Task[None] | None = None
+        self._rechecking: list[asyncio.Task[None]] = []
+        self._calls: dict[str, Engine] = {}
+        """The replica of each running call, by request id."""
 
     @classmethod
     async def open(cls, openers: Mapping[str, Opener], *, recheck_seconds: float = 5.0) -> Self:
@@ -86,7 +95,7 @@ class EnginePool:
             if isinstance(result, BaseException):
                 failures.append(result)
                 replica.down_since = time.monotonic()
-                _log.warning("engine replica %s is not available (%s)", replica.name, type(result).__name__)
+                _log.warning("engine replica %s is not available (%s): %s", replica.name, type(result).__name__, result)
             else:
                 opened[replica.name] = result
                 replica.serving = _Serving(result)
@@ -101,18 +110,26 @@ class EnginePool:
             for engine in engines:
                 await engine.close()
             raise
-        shared = frozenset.intersection(*(engine.info.sampling for engine in engines)) | {"session_id"}
-        room = min(engine.info.max_context for engine in engines)
-        late = max(engine.info.late_stops for engine in engines)
-        early = any(engine.info.early_stops for engine in engines)
-        info = replace(engines[0].info, sampling=shared, max_context=room, late_stops=late, early_stops=early)
+        infos = [engine.info for engine in engines]
+        info = replace(
+            infos[0],
+            sampling=frozenset.intersection(*(info.sampling for info in infos)) | {"session_id"},
+            max_context=min(info.max_context for info in infos),
+            media=frozenset.intersection(*(info.media for info in infos)),
+        )
         return cls(replicas, info, recheck_seconds)
 
     @property
     def info(self) -> EngineInfo:
-        """The facts that apply to all replicas."""
-        unverified = any(UNVERIFIED in engine.info.capabilities for engine in self._engines())
-        return marked(self._info, unverified=unverified)
+        """The facts that apply to all replicas. How they stop and count changes with the replicas that take calls."""
+        infos = [engine.info for engine in self._engines()] or [self._info]
+        info = replace(
+            self._info,
+            late_stops=max(info.late_stops for info in infos),
+            early_stops=any(info.early_stops for info in infos),
+            prompt_penalties=frozenset.intersection(*(info.prompt_penalties for info in infos)),
+        )
+        return marked(info, unverified=any(UNVERIFIED in info.capabilities for info in infos))
 
     @property
     def available(self) -> Mapping[str, bool]:
@@ -124,12 +141,12 @@ class EnginePool:
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample on the replica for `params.session_id`, or without one on the least busy; see `MediaEngine`."""
         self._start_rechecking()
-        failure: EngineError | None = None
+        failure: EngineError | InvalidRequest | None = None
         for replica in self._ranked(params.session_id):
             serving = replica.serving
             if serving is None:
                 continue
-            engine = serving.engine
+            engine = self._calls[request_id] = serving.engine
             own = params if "session_id" in engine.info.sampling else replace(params, session_id=None)
             begun = False
             serving.calls += 1
@@ -145,14 +162,31 @@ class EnginePool:
                 if begun:
                     raise
                 failure = error
+            except InvalidRequest as error:
+                if begun:
+                    raise
+                failure = error
+            except EngineError as error:
+                await self._check(replica, serving)
+                if begun or error.retry or isinstance(error, EngineContractError):
+                    raise
+                failure = error  # for example, this replica does not have the adapter
             finally:
                 serving.calls -= 1
+                self._calls.pop(request_id, None)
                 await _close_if_unused(serving)
         raise failure or EngineUnavailable("no replica of the engine is available; send the request again later")
 
     def interrupt(self, request_id: str) -> bool:
         """Make the call's replica end the call with `abort`. Return False if the replica can't."""
-        return any(engine.interrupt(request_id) for engine in self._engines() if isinstance(engine, Interruptible))
+        engine: object = self._calls.get(request_id)
+        return isinstance(engine, Interruptible) and engine.interrupt(request_id)
+
+    async def check_call(self, request_id: str) -> str:
+        """Check the replica of a running call, and return the name of the engine. Raises like `check`."""
+        engine = self._calls[request_id]
+        await engine.check()
+        return str(engine.info)
 
     def close_session(self, session_id: str) -> None:
         """Tell all replicas that a session is over, because the session may have moved; see `KeepsSessions`."""
@@ -167,21 +201,26 @@ class EnginePool:
         """Raise `EngineUnavailable` unless a replica can take a request now."""
         self._start_rechecking()
         for replica in self._replicas:
-            serving = replica.serving
-            if serving is None:
-                continue
-            try:
-                return await serving.engine.check()
-            except EngineError as error:
-                _mark_down(replica, serving, error)
-                await _close_if_unused(serving)
+            if replica.serving is not None and await self._check(replica, replica.serving):
+                return
         raise EngineUnavailable("no replica of the engine is available; try again later")
+
+    async def _check(self, replica: _Replica, serving: _Serving) -> bool:
+        """Return whether the replica can take a request now. If not, it gets no more calls."""
+        try:
+            await serving.engine.check()
+        except EngineError as error:
+            _mark_down(replica, serving, error)
+            await _close_if_unused(serving)
+            return False
+        return True
 
     async def close(self) -> None:
         """Close every replica."""
-        if self._rechecking is not None:
-            self._rechecking.cancel()
-            await asyncio.wait([self._rechecking])
+        for task in self._rechecking:
+            task.cancel()
+        if self._rechecking:
+            await asyncio.wait(self._rechecking)
         for replica in self._replicas:
             if replica.serving is not None:
                 serving, replica.serving = replica.serving, None
@@ -198,15 +237,15 @@ class EnginePool:
         return sorted(self._replicas, key=weight, reverse=True)
 
     def _start_rechecking(self) -> None:
-        if self._rechecking is None:
-            self._rechecking = asyncio.create_task(self._recheck())
+        if not self._rechecking:
+            # One task per replica, because opening a replica that does not answer takes as long as its timeouts.
+            self._rechecking = [asyncio.create_task(self._recheck(replica)) for replica in self._replicas]
 
-    async def _recheck(self) -> None:
+    async def _recheck(self, replica: _Replica) -> None:
         while True:
             await asyncio.sleep(self._recheck_seconds)
-            for replica in self._replicas:
-                if replica.serving is None:
-                    await self._try_again(replica)
+            if replica.serving is None:
+                await self._try_again(replica)
 
     async def _try_again(self, replica: _Replica) -> None:
         try:
@@ -214,11 +253,11 @@ class EnginePool:
             try:
                 await engine.check()
                 _refuse_different(replica.name, engine.info, self._info)
-            except TokentapeError:
+            except BaseException:
                 await engine.close()
                 raise
         except TokentapeError as error:
-            if isinstance(error, InvalidRequest):
+            if isinstance(error, InvalidRequest | EngineContractError):
                 _log.error("engine replica %s: %s", replica.name, error)
         else:
             replica.serving = _Serving(engine)
@@ -235,7 +274,8 @@ def _mark_down(replica: _Replica, serving: _Serving, error: TokentapeError) -> N
 
 async def _close_if_unused(serving: _Serving) -> None:
     if serving.failed and not serving.calls:
-        await serving.engine.close()
+        # The caller may be cancelled, and nothing else would close it.
+        await asyncio.shield(serving.engine.close())
 
 
 def _refuse_different(name: str, info: EngineInfo, expected: EngineInfo) -> None:

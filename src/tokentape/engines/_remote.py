@@ -143,7 +143,10 @@ class RemoteEngine(ABC):
         return scores
 
     async def find_logprobs_mode(self) -> str:
-        """Return the current `EngineInfo.logprobs_mode`, which a restart may change. Raises like `sample`."""
+        """Return the current `EngineInfo.logprobs_mode`, and update `info`, which a restart may change.
+
+        Raises like `open`.
+        """
         return self.info.logprobs_mode
 
     def interrupt(self, request_id: str) -> bool:

@@ -114,6 +114,13 @@ class VllmEngine(RemoteEngine):
 
     @classmethod
     async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        info, models = await cls._facts(http, vocab_size, model)
+        server, info = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
+        return cls(http, info, replace(server, models=models), verify_prompt=verify_prompt)
+
+    @classmethod
+    async def _facts(cls, http: HttpClient, vocab_size: int, model: str | None) -> tuple[EngineInfo, frozenset[str]]:
+        """Return the facts about the server that need no sample, and the names of the model itself."""
         cards = await served_cards(http)
         version = decode(await http.get("/version"), _VllmVersion, "vLLM")
         card = chosen(cards, model)
@@ -135,9 +142,7 @@ class VllmEngine(RemoteEngine):
             prompt_penalties=frozenset({"repetition_penalty"}),
             scoring_paths=("/v1/completions", "/inference/v1/generate"),
         )
-        server, info = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
-        models = frozenset(other.id for other in cards if other.parent is None)
-        return cls(http, info, replace(server, models=models), verify_prompt=verify_prompt)
+        return info, frozenset(other.id for other in cards if other.parent is None)
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
@@ -248,9 +253,12 @@ class VllmEngine(RemoteEngine):
         return params.adapter or self.info.model
 
     async def find_logprobs_mode(self) -> str:
-        """See `RemoteEngine.find_logprobs_mode`. This samples one token."""
-        probe = VllmEngine(self.http, any_id(self.info), self._server)
-        return (await probe._probe(stream=True))[0]
+        """See `RemoteEngine.find_logprobs_mode`. This samples one token, and also reads the other facts again."""
+        info, models = await self._facts(self.http, self.info.vocab_size, self.info.model)
+        mode, reply = await VllmEngine(self.http, any_id(info), self._server)._probe(stream=True)
+        self._server = replace(self._server, models=models)
+        self.info = _described(info, self._server, mode, reply.offers)
+        return mode
 
     async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
         """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.

@@ -59,6 +59,8 @@ class Choice:
     weight_version: str = "unknown"
     """Weight version of the first token; `weight_changes` has the later versions."""
     weight_changes: list[tuple[int, str]] = field(default_factory=list)
+    names_weights: bool = False
+    """Whether the newest engine call has reported a weight version."""
     payloads: tuple[Payload, ...] = ()
     cached_tokens: int | None = None
     """Number of prompt tokens that the engine had cached, if it reports it."""
@@ -71,6 +73,7 @@ class Choice:
         version = delta.weight_version or self.weights_now()
         if version is not None and delta.token_ids:
             self._weights(len(self.ids), version)
+        self.names_weights |= bool(delta.weight_version or delta.weight_spans)
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.top_logprobs += delta.top_logprobs
@@ -87,11 +90,15 @@ class Choice:
             self.cached_tokens = delta.cached_tokens
         if delta.weight_spans:
             # Spans come at the end of a call, cover all of its tokens and replace earlier reports.
-            self.weight_changes = [change for change in self.weight_changes if change[0] < self.part]
-            for span in delta.weight_spans:
-                self._weights(self.part + span.start, span.version)
+            self.set_weights(*((span.start, span.version) for span in delta.weight_spans))
         parsed = self.reader.feed(delta.token_ids)
         return TurnDelta(self.index, delta, self._named(parsed) if parsed.tool_calls else parsed)
+
+    def set_weights(self, *changes: tuple[int, str]) -> None:
+        """Replace the weight versions of the newest engine call: the offset in it of each version's first token."""
+        self.weight_changes = [change for change in self.weight_changes if change[0] < self.part]
+        for start, version in changes:
+            self._weights(self.part + start, version)
 
     def _weights(self, start: int, version: str) -> None:
         """Record that `version` sampled the tokens from `start` on."""
@@ -117,6 +124,7 @@ class Choice:
             self.resumes.append((len(self.ids), cause))
             self.engines.append(None)
         self.part, self.finish_reason, self.stop, self.lost = len(self.ids), None, None, False
+        self.names_weights = False
 
     def end(self) -> None:
         """End the completion after the current tokens, and parse the reply."""

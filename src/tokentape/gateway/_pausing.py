@@ -52,6 +52,8 @@ class Gate:
         """Counts the calls that have passed and are still running."""
         self.weight_version: str | None = None
         """The current weight version, if a trainer has set it."""
+        self.reported = False
+        """Whether an engine has reported a version since `weight_version` was set."""
         self.adapter_versions: Mapping[str, str] = {}
         """The current version of each adapter for which a trainer has set one."""
 
@@ -70,7 +72,7 @@ class Gate:
         if weight_version is not None and adapter is not None:
             self.adapter_versions = {**self.adapter_versions, adapter: weight_version}
         elif weight_version is not None:
-            self.weight_version = weight_version
+            self.weight_version, self.reported = weight_version, False
         self._open.set()
 
     def version_of(self, adapter: str | None) -> str | None:

@@ -23,6 +23,7 @@ from prometheus_client import Counter
 from tokentape._session.invariants import check_ids
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import PER_TOKEN, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
+from tokentape.engines._pool import EnginePool
 from tokentape.errors import EngineAborted, EngineUnavailable
 from tokentape.gateway._choices import Choice
 from tokentape.gateway._completion_checks import check_json, check_stop_strings, limited_by_server
@@ -175,13 +176,15 @@ class CompletionSampler:
                             if not finder.passed:
                                 delta = _up_to_stop(delta, finder)
                             event = choice.append(delta)
+                            if ended:
+                                self._check_weights(choice)
                             if delta.token_ids or delta.finish_reason != "abort":
                                 yield event
                             if choice.finish_reason is not None:
                                 break
-                    if isinstance(choice.stop, str) and not finder.passed:
-                        # The call was closed before its end, where the data to check arrive, so check the engine here.
-                        await self.engine.check()
+                        if isinstance(choice.stop, str) and not finder.passed:
+                            # The call is closed before its end, where the data to check arrive, so check the engine.
+                            await self._check_engine(choice, aborts)
             except asyncio.CancelledError:
                 if not cancelled or task.uncancel():
                     raise
@@ -201,6 +204,23 @@ class CompletionSampler:
                 break
         choice.end()
         self._check_end(choice)
+
+    def _check_weights(self, choice: Choice) -> None:
+        """Make the weight version unknown if this call's server reports none, and another has reported one.
+
+        The trainer names versions at the servers then, and a server without one has restarted with other weights.
+        """
+        if choice.names_weights:
+            self.gate.reported = True
+        elif self.gate.reported and choice.sampling.adapter is None:
+            choice.set_weights((0, "unknown"))
+
+    async def _check_engine(self, choice: Choice, aborts: int) -> None:
+        """Check the engine of a running call, and note its name if there are several. Raises `EngineUnavailable`."""
+        if isinstance(self.engine, EnginePool):
+            choice.engines[-1] = await self.engine.check_call(_request_id(choice, aborts))
+        else:
+            await self.engine.check()
 
     def _check_stops(self, choice: Choice, last: SampleDelta) -> None:
         """Raise `EngineContractError` if an engine call that ends with `last` disregarded the stop strings."""
