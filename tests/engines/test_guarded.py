@@ -316,6 +316,32 @@ def test_restarted_server_is_checked_again_if_its_reply_is_wrong(server: Server,
     assert looked.count == 2
 
 
+def test_restarted_server_that_must_not_be_used_is_checked_once_per_call(
+    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def fail(engine: VllmEngine) -> str:
+        asked.append(engine)
+        raise EngineContractError("its start options change the samples")
+
+    async def run() -> None:
+        with running(server.app) as url:
+            engine = await open_engine(url, looked)
+            await call(engine)
+        monkeypatch.setattr(VllmEngine, "find_logprobs_mode", fail)
+        with running(server.app, port=int(url.rpartition(":")[2])):
+            with pytest.raises(EngineUnavailable):
+                await call(engine)
+            for _ in range(2):
+                with pytest.raises(EngineContractError, match="start options"):
+                    await call(engine)
+            await engine.close()
+
+    asyncio.run(run())
+    assert len(asked) == 2
+
+
 def test_new_connections_beside_live_ones_are_no_restart(server: Server, looked: Looked) -> None:
     async def run() -> None:
         async with opened(url, looked) as engine:

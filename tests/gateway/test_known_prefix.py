@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx2
@@ -235,3 +237,43 @@ def test_ignored_fields_of_messages_are_named_in_every_session(renderer: Rendere
     messages = [{**message, "mood": "good"} if n == 1 else message for n, message in enumerate(QUESTIONS[0])]
     _, answers = first_calls(renderer, tmp_path, [{"messages": messages}] * 2)
     assert [answer.headers["X-Tokentape-Ignored-Params"] for answer in answers] == ["messages.mood"] * 2
+
+
+def test_kept_prefixes_are_limited_by_all_messages_that_they_keep(renderer: Renderer, tmp_path: Path) -> None:
+    """The last message of a first body is kept with its prefix, and can be much longer."""
+    engine, long = ScriptedEngine(renderer, [CALL] * 3), "apple " * 100_000
+    with SqliteStore.open(tmp_path) as store:
+        turns = Turns(engine, renderer, store)
+        prefixes = turns._prompts.prefixes
+        prefixes._most = 1 << 20
+        with running(create_app(turns, model_id="m")) as url, httpx2.Client() as http:
+            for n in range(3):
+                messages = [{"role": "system", "content": str(n)}, {"role": "user", "content": long}]
+                http.post(f"{url}/sessions/{n}/v1/chat/completions", json={"messages": messages}, timeout=PATIENCE)
+    kept = sum(len(message["content"]) for prefix in prefixes.values() for message in prefix.known or ())
+    assert 0 < kept <= 1 << 20
+
+
+def test_ignored_fields_of_a_call_in_flight_are_named_in_other_sessions(renderer: Renderer, tmp_path: Path) -> None:
+    """A second first call of its session begins with the same messages, which are not read again."""
+    odd, more = [{**QUESTIONS[0][0], "mood": "good"}, QUESTIONS[0][1]], {"role": "user", "content": "more"}
+    engine = ScriptedEngine(renderer, [CALL] * 3)
+    engine.gate = Event()
+    with SqliteStore.open(tmp_path) as store, ThreadPoolExecutor() as threads:
+        app = create_app(Turns(engine, renderer, store), model_id="m")
+        with running(app) as url, httpx2.Client(timeout=PATIENCE) as http:
+
+            def send(session: str, messages: list[Any]) -> Future[httpx2.Response]:
+                engine.called.clear()
+                call = threads.submit(
+                    http.post, f"{url}/sessions/{session}/v1/chat/completions", json={"messages": messages}
+                )
+                assert engine.called.wait(PATIENCE)
+                return call
+
+            try:
+                calls = [send("a", odd), send("a", [*odd, more, more]), send("b", [*odd, more, more])]
+            finally:
+                engine.gate.set()
+            assert [call.result().status_code for call in calls] == [200] * 3
+    assert calls[2].result().headers["X-Tokentape-Ignored-Params"] == "messages.mood"

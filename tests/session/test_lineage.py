@@ -217,3 +217,26 @@ def test_message_replaced_after_an_edited_history_comes_from_the_replaced_turn()
     session.add(make_turn(1, None, [*first[:1], empty, first[1], user("And the pears?")], assistant("Seven of them.")))
     session.add(make_turn(2, None, [*first[:1], empty, first[1], user("And the plums?")], assistant("None at all.")))
     assert [(edge.kind, edge.turn, edge.parent) for edge in lineage(session)] == [("edit", 1, 0), ("edit", 2, 1)]
+
+
+def test_turns_of_a_template_that_rewrites_history_are_not_side_calls() -> None:
+    """Each turn is a root whose history ends with the reply of the turn before, which is not a branch beside it."""
+    session, history = Session(SessionInfo("s", 0.0)), [system("You are a careful agent.")]
+    for seq, (question, answer) in enumerate([("Count the apples.", "31"), ("And pears?", "7"), ("And plums?", "0")]):
+        history.append(user(question))
+        reply = assistant(f"In the second basket from the left there are {answer}.")
+        session.add(make_turn(seq, None, list(history), reply, fork="template_rewrites" if seq else None))
+        history.append(reply)
+    edges = lineage(session)
+    assert [(edge.kind, edge.turn, edge.parent) for edge in edges] == [("edit", 1, 0), ("edit", 2, 1)]
+    assert set(roles(session, edges).values()) == {"main"}
+
+
+def test_side_call_over_an_edited_history_comes_from_the_newest_turn_in_it() -> None:
+    first, empty = [user("Count the apples."), assistant("There are 31.")], assistant("")
+    session, edited = Session(SessionInfo("s", 0.0)), [*first[:1], empty, first[1]]
+    session.add(make_turn(0, None, first[:1], first[1]))
+    session.add(make_turn(1, None, [*edited, user("And the pears?")], assistant("Seven of them.")))
+    session.add(make_turn(2, None, [*edited, user("Name this conversation.")], assistant("Fruit")))
+    session.add(make_turn(3, 1, [user("And the plums?")], assistant("None at all.")))
+    assert [(edge.kind, edge.turn, edge.parent) for edge in lineage(session)] == [("edit", 1, 0), ("side_call", 2, 0)]

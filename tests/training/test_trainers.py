@@ -143,6 +143,12 @@ def test_a_reward_that_is_not_finite_is_refused(name: str, reward: float) -> Non
         EXPORTS[name](replace(alike("raw"), reward=reward))
 
 
+@pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("padded", "packed")])
+def test_a_turn_reward_that_is_infinite_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="has the reward inf, expected a finite number"):
+        EXPORTS[name](replace(alike("raw"), turn_rewards=np.array([np.nan, np.inf])))
+
+
 @pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("prime-rl", "padded", "packed")])
 def test_sample_of_two_temperatures_is_refused_where_the_trainer_takes_one(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"sampled at (0\.6, 1|temperature)"):

@@ -289,12 +289,13 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     if not places and turn.parent is None:
         return _changed_reply(branches, branch)
     if not places:
-        return _beside(branches, branch, branches.children[turn.parent])
+        return _beside(branches, branch, branches.children[turn.parent], turn.parent)
     last, end = branches.reply_keys[keys[places[-1]]], places[-1] + 1
-    # Earlier branches may have the same edited history, or begin with the same summary.
+    # Earlier branches may have the same edited history, or begin with the same summary. A branch whose own reply ends
+    # this history is not beside this branch but before it.
     siblings = [one for one in branches.earlier(branch) if (one.parent, one.setup) == (turn.parent, turn.setup)]
-    same = [one for one in reversed(siblings) if branches.keys[one.seq][:end] == keys[:end]]
-    if beside := _beside(branches, branch, same):
+    same = [one for one in reversed(siblings) if branches.keys[one.seq][:-1][:end] == keys[:end]]
+    if beside := _beside(branches, branch, same, last):
         return beside
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
@@ -323,10 +324,10 @@ def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> LineageEdge | None:
+def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn], last: int | None) -> LineageEdge | None:
     """Return an edge for a branch with the same history as earlier branches: a side call, or an edit of the newest.
 
-    `siblings` are the first turns of all branches with this history.
+    `siblings` are the first turns of all branches with this history, and `last` is the newest turn in it.
     """
     turn = branch.turn
     index = bisect_left(siblings, turn.seq, key=lambda sibling: sibling.seq)
@@ -336,9 +337,9 @@ def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> Lin
     if not beside or turn.seq in branches.same:
         return None
     if branches.single(branch) and any(branches.last[other.seq] > turn.seq for other in beside):
-        return edge("side_call", branch, turn.parent, "one reply, and the branch beside it goes on", 0.8)
+        return edge("side_call", branch, last, "one reply, and the branch beside it goes on", 0.8)
     if branches.single(branch) and _is_summary(branches, turn):
-        return edge("side_call", branch, turn.parent, "one reply, and the next root quotes it", 0.9)
+        return edge("side_call", branch, last, "one reply, and the next root quotes it", 0.9)
     return edge("edit", branch, beside[-1].seq, "other messages after the same history", 0.9)
 
 

@@ -135,9 +135,10 @@ class GuardedEngine:
             if begun:
                 yield SampleDelta((), ())
             await self._refuse_other_model()
+            settling = False
             try:
                 async for delta in deltas:
-                    if delta.finish_reason is not None:
+                    if settling := delta.finish_reason is not None:
                         await self._settle(delta)
                     if delta.engine is not None:
                         delta = replace(delta, engine=f"{self.info} {CAPTURED}")
@@ -145,7 +146,7 @@ class GuardedEngine:
                         delta = replace(delta, engine=str(self.info))
                     yield delta
             except EngineContractError:
-                if self.http.generation != self._seen.generation:
+                if not settling and self.http.generation != self._seen.generation:
                     await self._look_again(self._seen)
                 raise
 

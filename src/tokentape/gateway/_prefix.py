@@ -47,6 +47,8 @@ class ParsedPrefix(msgspec.Struct, frozen=True):
     """Key of the history that its messages form; see `history_keys`."""
     known: SharedMessages | None = None
     """Its messages and one more, if they are in memory."""
+    size: int = 0
+    """Number of bytes in that body up to the end of `known`."""
 
 
 class RequestBody:

@@ -50,7 +50,7 @@ _KEPT_TOKENS = 1 << 22
 """Maximum number of tokens in the cache of first prompts, at about 12 bytes each, including the messages."""
 
 _KEPT_BYTES = 1 << 25
-"""Maximum number of bytes in the prefixes of at most 64 first bodies, which keep their messages in memory."""
+"""Maximum number of bytes in at most 64 first bodies, whose prefixes keep all their messages in memory."""
 
 
 class Bridge(Struct, frozen=True):
@@ -117,7 +117,7 @@ class PromptBuilder:
         self._bridged: set[tuple[str, ...]] = set()
         """Values of `_kind` that were bridged locally before, so that their next bridge takes a millisecond or two."""
         self.prefixes: LastUsed[tuple[bytes, str], ParsedPrefix] = LastUsed(
-            _KEPT_BYTES, lambda prefix: max(prefix.span.end, _KEPT_BYTES // 64)
+            _KEPT_BYTES, lambda prefix: max(prefix.size, _KEPT_BYTES // 64)
         )
         """Prefixes of the first bodies of sessions, up to the last message, by digests of the bytes and the setup."""
         self._openings: LastUsed[str, tuple[SharedMessages, PromptTokens]] = LastUsed(
@@ -290,9 +290,10 @@ class PromptBuilder:
         if parent is None:
             if not session.turns:
                 shared, added = self._opening(request.messages, setup)
-                span = request.span and request.span.before
-                if span and self.prefixes.get(where := (span.digest, setup.digest)) is None:
-                    self.prefixes.put(where, ParsedPrefix(span, setup.digest, point.key_before, shared))
+                whole = request.span
+                span = whole and whole.before
+                if whole and span and self.prefixes.get(where := (span.digest, setup.digest)) is None:
+                    self.prefixes.put(where, ParsedPrefix(span, setup.digest, point.key_before, shared, whole.end))
                 point = structs.replace(point, new_messages=shared)
                 return prompt(added)
             return prompt(self._rendered(session, setup, new))

@@ -102,9 +102,11 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
 def check_exportable(samples: Sequence[Sample]) -> None:
     """Raise `InvalidRequest` if a reward is not finite, or a sample has images, because trainers get no pixels."""
     for sample in each(samples, Trajectory):
-        if sample.reward is not None and not np.isfinite(sample.reward):
+        infinite = sample.turn_rewards[np.isinf(sample.turn_rewards)].tolist()
+        own = [] if sample.reward is None or np.isfinite(sample.reward) else [sample.reward]
+        if wrong := [*own, *infinite]:
             raise InvalidRequest(
-                f"session {sample.session_id!r} has the reward {sample.reward}, expected a finite number: set one, or "
+                f"session {sample.session_id!r} has the reward {wrong[0]}, expected a finite number: set one, or "
                 "leave the session out",
                 "samples",
             )
