@@ -71,6 +71,13 @@ def test_snapshot_left_at_a_gateway_by_an_interrupted_archive_is_released(
     assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
 
 
+def test_memory_of_the_command_is_no_target(run: Run, data_dir: Path) -> None:
+    refused = run("archive", data_dir, "--to", "memory://runs", "--older-than", "0s", "--delete")
+    assert refused.exit_code == 2
+    assert "memory of this command" in refused.stderr
+    assert run("show", data_dir).stdout
+
+
 @pytest.mark.parametrize("age", ["30", "a day", "-1d", ""])
 def test_age_needs_a_unit(run: Run, data_dir: Path, tmp_path: Path, age: str) -> None:
     refused = run("archive", data_dir, "--to", tmp_path / "archive", "--older-than", age)

@@ -33,6 +33,11 @@ def archive(
     `show`, `view`, `export`, `verify`, `drift`, `compare` and `check-logprobs` can read an archive.
     """
     seconds = age(older_than, "--older-than")
+    if to.startswith("memory:"):
+        raise typer.BadParameter(
+            f"{to!r} is memory of this command, which ends with it; expected a folder or the URL of a storage",
+            param_hint="--to",
+        )
     with (
         ExitStack() as stack,
         open_existing(store) if url is None else open_record(store, read_only=True) as opened,
