@@ -20,6 +20,7 @@ from msgspec import structs
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
 from tokentape._session.chain import turn_digest
+from tokentape._session.messages import SharedMessages
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
 from tokentape.gateway._http import check_count
@@ -46,20 +47,33 @@ def seen(data: bytes) -> ParsedPrefix:
     return ParsedPrefix(place, "setup", b"key")
 
 
-@given(st.lists(MESSAGE, min_size=1, max_size=4), st.lists(MESSAGE, min_size=1, max_size=3), FIELDS, FIELDS, SPACE)
+@given(
+    st.lists(MESSAGE, min_size=1, max_size=4),
+    st.lists(MESSAGE, min_size=1, max_size=3),
+    FIELDS,
+    FIELDS,
+    SPACE,
+    st.sampled_from([None, SharedMessages()]),
+)
 def test_unread_part_has_the_new_messages_and_all_other_fields(
-    old: list[Any], new: list[Any], before: dict[str, Any], after: dict[str, Any], space: tuple[str, str]
+    old: list[Any],
+    new: list[Any],
+    before: dict[str, Any],
+    after: dict[str, Any],
+    space: tuple[str, str],
+    known: SharedMessages | None,
 ) -> None:
     after = {f"z{name}": value for name, value in after.items()}
     first, second = write(old, before, {}, space), write([*old, *new], before, after, space)
-    body = RequestBody(second, [seen(first)])
+    body = RequestBody(second, [structs.replace(seen(first), known=known)])
     assert body.prefix is not None
     unread = msgspec.json.decode(body.unread)
     assert unread == {**before, "messages": new, **after}
     # And the next request is known by the place that this one's messages have.
-    place = body.span()
-    assert place == RequestBody(second).span()
+    place, whole = body.span(), RequestBody(second).span()
     assert place is not None
+    assert whole is not None
+    assert place == (whole if known is not None else structs.replace(whole, before=None))
     assert place.digest == hashlib.sha256(second[: place.end]).digest()
 
 

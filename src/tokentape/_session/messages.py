@@ -52,7 +52,7 @@ class LazyMessages(Sequence[Message]):
     """The history key (see `history_keys`) of the messages before them, under the setup with the digest `setup`."""
     setup: str = ""
     known: SharedMessages | None = None
-    """If not None, the messages before `tail` and one more. Nothing is read then."""
+    """The messages before `tail`, and one more that is not used. With them, `read` is not called."""
     _messages: tuple[Message, ...] | None = field(default=None, init=False)
 
     def _all(self) -> tuple[Message, ...]:

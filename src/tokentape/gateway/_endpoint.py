@@ -187,8 +187,7 @@ class Endpoint:
             turns.enforce_tools,
         )
         decoded, fields = await self._decode(body, parsed, span, context)
-        unread = body.prefix is not None and body.prefix.known is None
-        if fields.get("span") and (unread or any(name.startswith("messages.") for name in decoded.ignored)):
+        if fields.get("span") and any(name.startswith("messages.") for name in decoded.ignored):
             # Other sessions must decode these messages too, because the first reply of each names their ignored fields.
             fields["span"] = replace(fields["span"], before=None)
         if session_id is None:

@@ -34,7 +34,8 @@ class MessagesSpan(msgspec.Struct, frozen=True):
     count: int = 0
     """Number of messages and their parts; see `check_count`."""
     before: MessagesSpan | None = None
-    """The span without the last message, if there are others."""
+    """The span without the last message, for other sessions; None if there are no other messages, or the body continues
+    an earlier one of its session."""
 
 
 class ParsedPrefix(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class ParsedPrefix(msgspec.Struct, frozen=True):
     key: bytes
     """Key of the history that its messages form; see `history_keys`."""
     known: SharedMessages | None = None
-    """Its messages and one more, if they are in memory."""
+    """Its messages and one more, if the body was another session's; None if it was this session's."""
     size: int = 0
     """Number of bytes in that body up to the end of `known`."""
 
@@ -83,10 +84,15 @@ class RequestBody:
             return None
         start -= len(self.data) - len(unread)
         ends = [_address(memoryview(raw)) + len(memoryview(raw)) - start for raw in entries[-2:]]
-        before = None if self.prefix is None else structs.replace(self.prefix.span, before=None)
-        if len(ends) > 1:
-            last = counted({"messages": [msgspec.json.decode(entries[-1])]})
-            before = MessagesSpan(head, ends[0], self._digest(ends[0]), count - last)
+        before = None
+        # Only a session's first call needs it, and other sessions must decode what this one did not: their first
+        # replies name ignored fields.
+        if self.prefix is None or self.prefix.known is not None:
+            if len(ends) > 1:
+                last = counted({"messages": [msgspec.json.decode(entries[-1])]})
+                before = MessagesSpan(head, ends[0], self._digest(ends[0]), count - last)
+            elif self.prefix is not None:
+                before = structs.replace(self.prefix.span, before=None)
         return MessagesSpan(head, ends[-1], self._digest(ends[-1]), count, before) if ends else None
 
     def digest(self, path: str) -> str:
