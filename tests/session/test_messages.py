@@ -35,3 +35,11 @@ def test_messages_are_encoded_whole_if_those_alike_are_not_kept() -> None:
     second = SharedMessages([user("two")])
     second.begin_like(SharedMessages([user("one")]))
     assert second.canonical() == canonical_json([user("two")]).encode()
+
+
+def test_messages_that_many_sessions_begin_like_stay_encoded() -> None:
+    first = SharedMessages([user("é"), user("?")])
+    first.canonical()
+    for n in range(100):
+        SharedMessages([user("é"), user(str(n))]).begin_like(first)
+    assert first._canonical is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
@@ -10,8 +10,8 @@ from typing import overload
 from tokentape._canonical import canonical_json
 from tokentape.types import Message
 
-_recent: deque[SharedMessages] = deque()
-"""The messages that keep their canonical JSON. It takes as much memory as the messages, so only a few keep it."""
+_recent: OrderedDict[int, SharedMessages] = OrderedDict()
+"""Messages that keep their canonical JSON, by `id`. It takes as much memory as the messages, so only a few keep it."""
 
 _MOST_RECENT = 16
 
@@ -31,13 +31,15 @@ class SharedMessages(tuple[Message, ...]):
     def begin_like(self, other: SharedMessages | None) -> None:
         """Reuse the canonical JSON of messages that differ only in the last one, if it is kept."""
         if other is not None and (text := other._canonical) is not None:
+            other._keep(text)
             self._keep(text[: -len(canonical_json(other[-1])) - 1] + canonical_json(self[-1]).encode("ascii") + b"]")
 
     def _keep(self, text: bytes) -> bytes:
         self._canonical = text
-        _recent.append(self)
+        _recent.pop(id(self), None)
+        _recent[id(self)] = self
         if len(_recent) > _MOST_RECENT:
-            _recent.popleft()._canonical = None
+            _recent.popitem(last=False)[1]._canonical = None
         return text
 
 
