@@ -149,46 +149,13 @@ class CompletionSampler:
 
         Raises `EngineError` or a subclass; `EngineAborted` if the completion was aborted and must be sampled again.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        now, aborts, cancelled = asyncio.get_running_loop().time, 0, False
+        now, aborts = asyncio.get_running_loop().time, 0
         until = now() + self.limits.pause_patience
-
-        def interrupt() -> None:
-            nonlocal cancelled
-            if not (isinstance(self.engine, Interruptible) and self.engine.interrupt(_request_id(choice, aborts))):
-                cancelled = True
-                task.cancel()
-
         while True:
             try:
-                if not choice.captured:
-                    await self.gate.opened()
-                # A captured call has already passed the gate.
-                with nullcontext() if choice.captured else self.gate.passed(interrupt):
-                    finder = self._stop_finder(choice, choice.ids)
-                    async with aclosing(self._ask(choice, aborts, finder)) as deltas:
-                        async for delta in deltas:
-                            check_ids(delta.token_ids, self.vocab_size)
-                            ended = delta.finish_reason in ("stop", "length")
-                            if choice.sampling.stop_strings and ended and not finder.whole:
-                                self._check_stops(choice, delta)
-                            if not finder.passed:
-                                delta = _up_to_stop(delta, finder)
-                            event = choice.append(delta)
-                            if ended:
-                                self._check_weights(choice)
-                            if delta.token_ids or delta.finish_reason != "abort":
-                                yield event
-                            if choice.finish_reason is not None:
-                                break
-                        if isinstance(choice.stop, str) and not finder.passed:
-                            # The call is closed before its end, where the data to check arrive, so check the engine.
-                            await self._check_engine(choice, aborts)
-            except asyncio.CancelledError:
-                if not cancelled or task.uncancel():
-                    raise
-                choice.finish_reason, choice.lost = "abort", not choice.stream
+                async with aclosing(self._call(choice, aborts)) as events:
+                    async for event in events:
+                        yield event
             except EngineUnavailable:
                 # A paused server may refuse calls until it is resumed.
                 if not aborts or len(choice.ids) > choice.part or now() > until:
@@ -199,11 +166,54 @@ class CompletionSampler:
                 raise EngineUnavailable("the engine stopped answering before it finished; send it again")
             if choice.finish_reason != "abort":
                 break
-            aborts, cancelled, until = aborts + 1, False, now() + self.limits.pause_patience
+            aborts, until = aborts + 1, now() + self.limits.pause_patience
             if not self._resumes(choice, aborts):
                 break
         choice.end()
         self._check_end(choice)
+
+    async def _call(self, choice: Choice, aborts: int) -> AsyncGenerator[TurnDelta, None]:
+        """Make the engine call that follows `aborts` aborts. Yield its deltas; `choice` gets the finish reason."""
+        task, cancelled = asyncio.current_task(), False
+        assert task is not None
+
+        def interrupt() -> None:
+            nonlocal cancelled
+            if not (isinstance(self.engine, Interruptible) and self.engine.interrupt(_request_id(choice, aborts))):
+                cancelled = True
+                task.cancel()
+
+        try:
+            if not choice.captured:
+                await self.gate.opened()
+            # A captured call has already passed the gate.
+            with nullcontext() if choice.captured else self.gate.passed(interrupt):
+                finder = self._stop_finder(choice, choice.ids)
+                async with aclosing(self._ask(choice, aborts, finder)) as deltas:
+                    async for delta in deltas:
+                        event = self._append(choice, delta, finder)
+                        if delta.token_ids or delta.finish_reason != "abort":
+                            yield event
+                        if choice.finish_reason is not None:
+                            break
+                    if isinstance(choice.stop, str) and not finder.passed:
+                        # The call is closed before its end, where the data to check arrive, so check the engine.
+                        await self._check_engine(choice, aborts)
+        except asyncio.CancelledError:
+            if not cancelled or task.uncancel():
+                raise
+            choice.finish_reason, choice.lost = "abort", not choice.stream
+
+    def _append(self, choice: Choice, delta: SampleDelta, finder: SplitStopFinder) -> TurnDelta:
+        """Check what the engine sent and append it, up to a stop string that `finder` finds."""
+        check_ids(delta.token_ids, self.vocab_size)
+        ended = delta.finish_reason in ("stop", "length")
+        if choice.sampling.stop_strings and ended and not finder.whole:
+            self._check_stops(choice, delta)
+        event = choice.append(delta if finder.passed else _up_to_stop(delta, finder))
+        if ended:
+            self._check_weights(choice)
+        return event
 
     def _check_weights(self, choice: Choice) -> None:
         """Make the weight version unknown if this call's server reports none, and another has reported one.
