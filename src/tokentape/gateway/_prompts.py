@@ -288,15 +288,7 @@ class PromptBuilder:
         if self._history == "template":
             return fork("template_history", unless_continued=True)
         if parent is None:
-            if not session.turns:
-                shared, added = self._opening(request.messages, setup)
-                whole = request.span
-                span = whole and whole.before
-                if whole and span and self.prefixes.get(where := (span.digest, setup.digest)) is None:
-                    self.prefixes.put(where, ParsedPrefix(span, setup.digest, point.key_before, shared, whole.end))
-                point = structs.replace(point, new_messages=shared)
-                return prompt(added)
-            return prompt(self._rendered(session, setup, new))
+            return prompt(self._rendered(session, setup, new)) if session.turns else self._first(request, setup, point)
         if any(message["role"] == "assistant" for message in new):
             replies = self._sampled_replies(session, setup, request.messages, parent)
             if any(index >= len(request.messages) - len(new) for index in replies):
@@ -312,6 +304,18 @@ class PromptBuilder:
         if bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
             self._bridged.add(_kind(setup, new))
         return prompt(added, None if self._renderer.is_external else bridge)
+
+    def _first(self, request: TurnRequest, setup: Setup, point: ContinuationPoint) -> Prompt:
+        """Build the prompt of a session's first call. Other sessions may reuse its messages."""
+        shared, added = self._opening(request.messages, setup)
+        whole = request.span
+        if whole and whole.before:
+            where = whole.before.digest, setup.digest
+            if self.prefixes.get(where) is None:
+                prefix = ParsedPrefix(whole.before, setup.digest, point.key_before, shared, whole.end)
+                self.prefixes.put(where, prefix)
+        point = structs.replace(point, new_messages=shared)
+        return Prompt(setup, point, added, added.ids, request.sampling)
 
     def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
         """Add all images in the prompt, including images from earlier requests."""
