@@ -1,4 +1,4 @@
-"""`scripts/doctests_as_code.py`: examples in docstrings are code on the reference pages, not nested quotes."""
+"""`scripts/mkdocs_pages.py`: examples in docstrings are shown as code, and code in tables without backslashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ pytest.importorskip("griffe", reason="needs the dependency group `dev`")
 markdown = pytest.importorskip("markdown", reason="needs the dependency group `dev`").markdown
 
 REPOSITORY = Path(__file__).parents[2]
-fenced = runpy.run_path(str(REPOSITORY / "scripts" / "doctests_as_code.py"))["fenced"]
+script = runpy.run_path(str(REPOSITORY / "scripts" / "mkdocs_pages.py"))
+fenced = script["fenced"]
 
 
 def docstrings() -> list[str]:
@@ -38,3 +39,10 @@ def test_an_example_ends_at_an_empty_line() -> None:
     assert html(fenced("One.\n\n>>> one()  # doctest: +SKIP\n1\n\nTwo.")) == (
         '<p>One.</p>\n<pre><code class="language-pycon">&gt;&gt;&gt; one()\n1\n</code></pre>\n<p>Two.</p>'
     )
+
+
+def test_code_in_a_table_is_shown_without_the_backslashes_before_its_pipes() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    shown = markdown(script["on_page_markdown"](page), extensions=["tables"])
+    assert "<code>--format &lt;text|junit|sarif|github&gt;</code>" in shown
+    assert "\\|" not in shown
