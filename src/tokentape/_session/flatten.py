@@ -91,15 +91,14 @@ class _TurnData:
 
 
 def _flatten(session: Session, path: Sequence[Turn], trained: set[int], data: _TurnData) -> Trajectory:
-    sizes = np.array([[len(turn.added_ids), len(turn.completion_ids)] for turn in path], dtype=np.int32)
-    ends = np.cumsum(sizes.ravel(), dtype=np.int32).reshape(-1, 2)
-    starts = np.concatenate([[0], ends[:-1, 1]])
-    sampled = np.repeat(np.tile([False, True], len(path)), sizes.ravel())
+    sizes = [size for turn in path for size in (turn.added_ids.size, turn.completion_ids.size)]
+    ends = np.cumsum(sizes, dtype=np.int32).reshape(-1, 2)
+    sampled = np.repeat([False, True] * len(path), sizes)
     provenance = np.full(len(sampled), _SAMPLED, np.uint8)
     provenance[~sampled] = np.concatenate([turn.added_provenance for turn in path])
     logprobs = np.zeros(len(sampled), np.float32)
     logprobs[sampled] = np.concatenate([turn.logprobs for turn in path])
-    loss_mask = np.repeat([[False, turn.seq not in trained] for turn in path], sizes.ravel()) if trained else sampled
+    loss_mask = np.repeat([[False, turn.seq not in trained] for turn in path], sizes) if trained else sampled
     leaf = path[-1].seq
     return Trajectory(
         session_id=session.info.session_id,
@@ -117,8 +116,8 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], data: _T
         metadata=session.info.metadata,
         turn_rewards=np.array([data.rewards.get((turn.seq, None), np.nan) for turn in path], np.float64),
         weight_spans=_weight_spans(path, ends[:, 0].tolist()),
-        columns=_columns(path, ends[:, 1].tolist(), loss_mask, data.columns),
-        payloads=_payloads(path, starts.tolist(), len(loss_mask), data.payloads),
+        columns=_columns(path, ends[:, 1], loss_mask, data.columns),
+        payloads=_payloads(path, ends[:, 1], data.payloads),
         media=tuple(path_media(path)),
         sampled_from=tuple(turn.sampled_from for turn in path),
         logprobs_of=tuple(turn.logprobs_of for turn in path),
@@ -149,7 +148,7 @@ def _weight_spans(path: Sequence[Turn], starts: Sequence[int]) -> tuple[tuple[in
 
 def _columns(
     path: Sequence[Turn],
-    ends: Sequence[int],
+    ends: npt.NDArray[np.int32],
     loss_mask: npt.NDArray[np.bool_],
     values_by_turn: Mapping[int, Mapping[str, TokenValues]],
 ) -> dict[str, TokenValues]:
@@ -158,19 +157,20 @@ def _columns(
     names = sorted({name for turn in path for name in values_by_turn.get(turn.seq, ())})
     # A missing value must not train as if it were zero, and a context token must not turn a masked sum into NaN.
     columns = {name: np.where(loss_mask, np.float32(np.nan), np.float32(0)) for name in names}
-    for turn, end in zip(path, ends, strict=True):
+    for turn, end in zip(path, ends.tolist(), strict=True):
         for name, values in values_by_turn.get(turn.seq, {}).items():
             columns[name][end - len(values) : end] = values
     return columns
 
 
 def _payloads(
-    path: Sequence[Turn], starts: Sequence[int], tokens: int, payloads_by_turn: Mapping[int, Mapping[str, TurnPayload]]
+    path: Sequence[Turn], ends: npt.NDArray[np.int32], payloads_by_turn: Mapping[int, Mapping[str, TurnPayload]]
 ) -> dict[str, TokenRows]:
     if not payloads_by_turn:
         return {}
     out: dict[str, TokenRows] = {}
-    for turn, start in zip(path, starts, strict=True):
+    tokens = int(ends[-1])
+    for turn, start in zip(path, [0, *ends[:-1].tolist()], strict=True):
         for name, payload in sorted(payloads_by_turn.get(turn.seq, {}).items()):
             if name not in out:
                 empty = blank_rows((tokens, *payload.rows.shape[1:]), payload.rows.dtype)

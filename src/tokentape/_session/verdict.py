@@ -90,18 +90,15 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
       recorded for each token, so no trainer can compute these logprobs.
     """
     reservations = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
-    kinds, engines = {}, set()
-    for turn in path:
-        # Compare by identity: turns from a store share these objects, and hashing them takes longer.
-        kinds[id(turn.sampled_from), id(turn.logprobs_of)] = turn.sampled_from, turn.logprobs_of
-        engines.add(turn.engine)
-        for resume in turn.resumes:
-            engines.add(resume.engine or "")
+    # Compare by identity: turns from a store share these objects, and hashing them takes longer.
+    kinds = {(id(turn.sampled_from), id(turn.logprobs_of), id(turn.sampling)): turn for turn in path}
+    for turn in kinds.values():
+        reservations.add(logprobs_reservation(turn.sampled_from, turn.logprobs_of))
         if turn.sampling.get("aborted", {}).get("outcome") == "kept":
             reservations.add(KEPT_PARTIAL)
         if turn.logprobs_of and turn.logprobs_of.truncation and turn.sampling.get("supports", "all") != "all":
             reservations.add(NO_SUPPORTS)
-    reservations |= {logprobs_reservation(*kind) for kind in kinds.values()}
+    engines = {turn.engine for turn in path} | {resume.engine or "" for turn in path for resume in turn.resumes}
     if any(UNVERIFIED in engine.split() for engine in engines):
         reservations.add(MODEL_UNVERIFIED)
     if unread:
