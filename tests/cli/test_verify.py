@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +23,16 @@ def damaged(data_dir: Path) -> Path:
 def test_a_clean_record_is_exit_code_0(run: Run, data_dir: Path) -> None:
     done = run("verify", data_dir)
     assert (done.exit_code, done.stdout) == (0, "sessions 2, turns 5, tokens 40: findings 0\n")
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_reading_a_record_imports_no_tokenizer_and_no_trainer_format(command: str) -> None:
+    code = f"""
+import sys, tokentape.cli.{command}
+print(sorted({{"tokenizers", "jinja2", "tokentape.training", "tokentape.audit"}} & {{*sys.modules}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_record_without_sessions_is_exit_code_3(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
-from typing import IO, Annotated, Any, Literal, TypeAlias
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -26,9 +26,10 @@ from tokentape.errors import InvalidRequest
 from tokentape.store import Store, StoredSession, open_record
 from tokentape.store._location import refuse_output
 from tokentape.store._reads import ExportCounts, exported
-from tokentape.training._samples import Sample, assemble, group_name
-from tokentape.training._trainer_rows import accepted_rows, iter_trainer_rows, write_trainer_rows
 from tokentape.types import Trajectory
+
+if TYPE_CHECKING:
+    from tokentape.training._samples import Sample
 
 Trainer: TypeAlias = Literal[
     "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", "agent-lightning", "trl"
@@ -122,6 +123,8 @@ def export(
             elif form == "atif":
                 counts.trained_tokens = _write_atif(trajectories, current, file)
             else:
+                from tokentape.training._trainer_rows import write_trainer_rows
+
                 with _advice(skip_refused):
                     samples, rows, refused = _for_trainer(form, trajectories, group, skip_refused=skip_refused)
                     write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
@@ -207,6 +210,8 @@ def _entries(text: str | None) -> list[str] | None:
 
 def _grouped(trajectories: Iterable[Trajectory], group: str | None, refused: dict[str, str]) -> Iterator[Trajectory]:
     """Yield the trajectories that have a group. Add the reason for every other session to `refused`, by session id."""
+    from tokentape.training._samples import group_name
+
     for trajectory in trajectories:
         try:
             group_name(trajectory, group)
@@ -220,6 +225,9 @@ def _for_trainer(
     trainer: str, trajectories: Iterable[Trajectory], group: str | None, *, skip_refused: bool
 ) -> tuple[Sequence[Sample], Iterable[dict[str, Any]], dict[str, str]]:
     """Return the samples and rows for a trainer, and why sessions were skipped, by session id."""
+    from tokentape.training._samples import assemble
+    from tokentape.training._trainer_rows import accepted_rows, iter_trainer_rows
+
     refused: dict[str, str] = {}
     if skip_refused:
         samples, rows, failures = accepted_rows(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.status import Status
 
 from tokentape._durable import write_durably
-from tokentape.audit._report import Report, json_text
 from tokentape.cli.arguments import NOTHING_MEASURED
+
+if TYPE_CHECKING:
+    from tokentape.audit._report import Report
 
 
 def end(failed: bool, measured: int, what: str) -> NoReturn:
@@ -32,6 +34,8 @@ def working(what: str) -> Status:
 
 def print_json(value: Any) -> None:
     """Print dataclasses, mappings and sequences as one line of ASCII JSON. NaN becomes null."""
+    from tokentape.audit._report import json_text
+
     typer.echo(json_text(value))
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import eq
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exists, func, select, true
 from sqlalchemy.exc import DBAPIError
@@ -16,7 +16,6 @@ from sqlalchemy.exc import DBAPIError
 from tokentape._batches import batched
 from tokentape._session.arrow import ExtraNames
 from tokentape._session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
-from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import NotFound, StoreCorrupt, StoreError
 from tokentape.store import _reads as reads
 from tokentape.store import _schema as schema
@@ -28,6 +27,9 @@ from tokentape.store._reads import Extent, SessionProgress, StoredSession
 from tokentape.store._rows import Record, decode
 from tokentape.store._served_model import ServedModel, bind_vocabulary
 from tokentape.types import Event, Media, Turn, TurnPayload
+
+if TYPE_CHECKING:
+    from tokentape.chat._tokenizer import Tokenizer
 
 
 class Store:

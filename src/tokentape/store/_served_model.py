@@ -10,12 +10,15 @@ import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, exists, select
 
-from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, StoreCorrupt, TokenizerUnusable
 from tokentape.store import _schema as schema
+
+if TYPE_CHECKING:
+    from tokentape.chat._tokenizer import Tokenizer
 
 _log = logging.getLogger("tokentape.store")
 
