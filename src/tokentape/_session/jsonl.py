@@ -66,7 +66,7 @@ def read_jsonl(source: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Tr
 def read_jsonl_places(
     source: str | Path, layout: Layout = TRAJECTORIES, start: int = 0
 ) -> Iterator[tuple[int, Trajectory]]:
-    """Yield (line offset, trajectory), beginning with the line at offset `start`. Raises like `read_jsonl`."""
+    """Yield (line offset, trajectory) from the line at offset `start`. Raises `InvalidRequest` for an invalid line."""
     with open(source, "rb") as lines:
         lines.seek(start)
         for number, line in enumerate(lines, 1):

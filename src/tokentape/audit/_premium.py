@@ -232,7 +232,7 @@ def _baseline(languages: _Counts, baseline: str) -> dict[str, float]:
     for language, many in lines.items():
         if many != lines[baseline]:
             counts = f"{baseline} has {lines[baseline]} lines, {language} has {many}"
-            raise InvalidRequest(f"{counts}; for a premium, line n of each must translate line n of {baseline}")
+            raise InvalidRequest(f"{counts}; expected equal numbers: a language's line n must translate {baseline}'s")
     return {name: counts[3] for (name, language), counts in languages.items() if language == baseline}
 
 

@@ -187,7 +187,7 @@ def tensorboard_tracker(directory: Path | str) -> Tracker:
     try:
         from tensorboard.summary import Writer
     except ModuleNotFoundError:
-        raise InvalidRequest("tensorboard_tracker needs: pip install 'tokentape[tensorboard]'") from None
+        raise InvalidRequest("tensorboard_tracker needs TensorBoard: pip install 'tokentape[tensorboard]'") from None
     writer, steps = Writer(str(directory)), count()
 
     def track(numbers: Mapping[str, float]) -> None:
