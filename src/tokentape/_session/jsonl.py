@@ -26,7 +26,7 @@ from tokentape.types import Trajectory
 def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> dict[str, Any]:
     """Return the trajectory as plain values, with lists for arrays."""
     of_turns = ("sampled_from", "logprobs_of", "finish_reasons", "adapters")
-    left_out = {name for name in of_turns if not any(value is not None for value in getattr(trajectory, name))}
+    left_out = {name for name in of_turns if all(value is None for value in getattr(trajectory, name))}
     if not trajectory.role:
         left_out |= {"role", "lineage"}
     values = layout.values(trajectory).items()
@@ -34,7 +34,7 @@ def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) ->
 
 
 def json_line(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> bytes:
-    """Return the trajectory as its only canonical line. Digests are computed over such lines."""
+    """Return the trajectory as a line of canonical JSON. Digests are computed over such lines."""
     distributions = *trajectory.sampled_from, *trajectory.logprobs_of
     value = trajectory_to_json(trajectory, layout) | {"verdict": verdict_written(trajectory.verdict, distributions)}
     return canonical_json(value).encode("ascii") + b"\n"
