@@ -43,7 +43,7 @@ def quick_json(value: Any) -> bytes:
 def json_in_order(value: Any) -> str:
     """Return JSON with the keys of objects in their own order, in which a template writes tools and arguments.
 
-    Raises `InvalidRequest` like `canonical_json`.
+    Raises `InvalidRequest` for values that are not JSON.
     """
     return _encoded(_IN_ORDER, value)
 

@@ -55,10 +55,10 @@ Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
 
 def model_folder(config: ServeConfig) -> Path:
-    """Return the model's folder. Without a model, return the tiny model's for the embedded engine.
+    """Return the model's folder. If no model is named, return the folder of the tiny model for the embedded engine.
 
-    Raises `InvalidRequest` like `find_model`, and if no model is named for a server; the message lists what the server
-    serves. Do not call it in an event loop.
+    Raises `InvalidRequest` if the model is neither a folder nor in the Hub's cache. If no model is named for a server,
+    the message lists what the server serves. Do not call it in an event loop.
     """
     if config.model is not None:
         return find_model(config.model, weights=config.engine.kind == "transformers")
@@ -100,7 +100,7 @@ async def wait_for_engine(config: EngineConfig, *, once: bool = False) -> None:
 
 
 async def _missing(config: EngineConfig) -> str:
-    """Return why no server of `config` answers yet; empty if one answers. Raises like `wait_for_engine`."""
+    """Return why no server of `config` answers yet; empty if one answers. Raises if waiting can't help."""
     silent: list[str] = []
     wrong: list[TokentapeError] = []
     for url in config.urls:
@@ -152,7 +152,7 @@ def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
 
 
 async def bind_record(config: ServeConfig, renderer: Renderer, store: Store) -> None:
-    """Store in the record which model is served. Raises like `Store.bind`, and then changes nothing."""
+    """Store in the record which model is served. Raises `InvalidRequest` if the record has another vocabulary."""
     await store.bind(renderer.tokenizer)
     folder = str(model_folder(config).resolve())
     model = ServedModel(folder, renderer.tokenizer.sha256, renderer.fingerprint)
@@ -160,7 +160,7 @@ async def bind_record(config: ServeConfig, renderer: Renderer, store: Store) -> 
 
 
 def open_renderer(config: ServeConfig) -> Renderer:
-    """Load the model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` like `Renderer.load`."""
+    """Load the model's renderer. Raises `TokenizerUnusable` or `TemplateRefused` if its files can't be used."""
     model = model_folder(config)
     images = find_image_processor(model) if config.engine.kind == "transformers" else None
     _log.info("loading tokenizer and chat template from %s (up to a minute the first time, later a few seconds)", model)
@@ -198,10 +198,10 @@ def other_sampling(config: ServeConfig) -> str:
 
 
 async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain: Drain | None = None) -> Starlette:
-    """Create the application, which owns the store from then on, like `create_app`.
+    """Create the application, which closes the store at its shutdown.
 
-    Call it in the event loop that will serve it, because an engine's connections belong to their loop. Raises like
-    `open_configured` and `open_captured`.
+    Call it in the event loop that will serve it, because an engine's connections belong to their loop. Raises the
+    errors of `open_configured`.
     """
     if config.payloads_to is not None:
         store.keep_payloads_at(config.payloads_to)
@@ -241,7 +241,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
 async def open_captured(
     config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None] = lambda: None
 ) -> ChatServer:
-    """Connect to the server that renders. Raises like `open_configured`."""
+    """Connect to the server that renders. Raises the errors of `open_configured`."""
     from tokentape.engines._vllm_chat import VllmChatServer
 
     (url,) = config.engine.urls
@@ -263,7 +263,7 @@ async def open_configured(
     Unless `check` is off, a server's model is verified when it is opened and whenever it may have changed;
     `weights_now` returns the weight version for servers that do not report it.
 
-    Raises `InvalidRequest` and `EngineError` like `open_engine`, `GuardedEngine.open` and `EnginePool.open`.
+    Raises `InvalidRequest` if a server serves another model, and `EngineError` if an engine can't be used.
     """
     engine = config.engine
     if engine.kind == "transformers":

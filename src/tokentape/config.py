@@ -246,7 +246,7 @@ class ServeConfig:
         return Pins.read(self.pin, self.default, strict=False)
 
     def all_keys(self) -> Keys:
-        """Return the API keys, including those in files. Raises `InvalidRequest` like `Keys` and `read_keys`."""
+        """Return the API keys, including those in files. Raises `InvalidRequest` if a file, name or key is invalid."""
         return Keys(_joined(self.keys, self.keys_file), _joined(self.admin_keys, self.admin_keys_file))
 
 

@@ -47,7 +47,7 @@ def test_agent_runs_and_its_samples_pass_the_check(folder: Path, gateway_url: st
     with tokentape.Client(gateway_url) as client:
         write_parquet(client.session("first").trajectories(), folder / "rollouts.parquet")
     command = code["check"].removeprefix("$ tokentape ")
-    command = command.replace("path/to/model", str(model_dir)).replace("runs/serve", "rollouts.parquet")
+    command = command.replace("runs/serve", f"rollouts.parquet --model {model_dir}")
     done = CliRunner().invoke(app, shlex.split(command))
     assert done.exit_code == 0, done.output
 

@@ -92,7 +92,7 @@ def test_row_counts_that_do_not_match_the_blocks_are_refused(training: TrainingT
         enlarged(old, training, {})
     with pytest.raises(InvalidRequest, match=r"must have shape \(2, 8\)"):
         enlarged(old, training, {"item": old[:3]})
-    with pytest.raises(InvalidRequest, match="unknown blocks: other"):
+    with pytest.raises(InvalidRequest, match="unknown blocks: other; expected only"):
         enlarged(old, training, {"item": old[:2], "other": old[:2]})
     with pytest.raises(InvalidRequest, match="tokenizer only 4032"):
         enlarged(np.zeros((5000, 8), np.float32), training, {"item": old[:2]})

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 VERSION_KEY = b"tokentape.schema_version"
-PROVENANCE_KEY = b"tokentape.provenance"
 
 ROW_GROUP_TOKENS = 2**20
 """A row group ends after this many tokens, about 10 MB of arrays, so that readers can skip and stream."""
@@ -85,7 +84,7 @@ def named_only(trajectory: Trajectory, extra: ExtraNames) -> Trajectory:
 
 @cache
 def trajectory_schema(extra: ExtraNames = ExtraNames(), layout: Layout = TRAJECTORIES) -> pa.Schema:
-    """Return the Arrow schema with the file's metadata. Only `reward` and the extra columns can be null."""
+    """Return the Arrow schema with the file's metadata. Only `reward` and extra columns and payloads can be null."""
     import pyarrow as pa
 
     def many(kind: pa.DataType, nullable: bool = False) -> pa.DataType:
@@ -114,7 +113,7 @@ def trajectory_schema(extra: ExtraNames = ExtraNames(), layout: Layout = TRAJECT
         ],
         metadata={
             **{f"tokentape.{name}".encode(): str(version) for name, version in layout.versions.items()},
-            PROVENANCE_KEY: json.dumps({code.name.lower(): int(code) for code in Provenance}),
+            b"tokentape.provenance": json.dumps({code.name.lower(): int(code) for code in Provenance}),
         },
     )
 
@@ -178,7 +177,7 @@ def write_parquet(
         "write_page_index": True,
     }
     with pq.ParquetWriter(sink, trajectory_schema(extra, layout), **options) as writer:
-        for group in batched(trajectories, ROW_GROUP_TOKENS, _tokens_of, ROW_GROUP_ROWS):
+        for group in batched(trajectories, ROW_GROUP_TOKENS, lambda row: len(row.token_ids), ROW_GROUP_ROWS):
             _check_named(group, extra)
             writer.write_table(trajectories_table(group, extra, layout))
             count += len(group)
@@ -242,10 +241,6 @@ def open_parquet(source: str | Path) -> pq.ParquetFile:
         return pq.ParquetFile(source)
     except ArrowInvalid:
         raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
-
-
-def _tokens_of(trajectory: Trajectory) -> int:
-    return len(trajectory.token_ids)
 
 
 def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:

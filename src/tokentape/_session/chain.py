@@ -68,7 +68,7 @@ def session_digest(session_id: str) -> str:
 
 
 def fits_digest(turn: Turn, parent_digest: str | None) -> bool:
-    """Return whether `turn.digest` is the digest of `turn`. Raises like `turn_digest`.
+    """Return whether `turn.digest` is the digest of `turn`. Raises the errors of `turn_digest`.
 
     Values read from a database contain neither NaN nor infinities, so a match with a `quick_json` digest is a proof.
     """
@@ -121,7 +121,7 @@ def distribution_fields(distribution: TokenDistribution) -> dict[str, Any]:
 
 
 def seal(turn: Turn, parent_digest: str | None) -> Turn:
-    """Return `turn` with its `digest` computed. `parent_digest` is None for a root. Raises like `turn_digest`."""
+    """Return `turn` with its `digest`. `parent_digest` is None for a root. Raises the errors of `turn_digest`."""
     return replace(turn, digest=turn_digest(turn, parent_digest))
 
 

@@ -34,7 +34,7 @@ def write_trajectories(trajectories: Iterable[Trajectory], path: str | Path) -> 
 
 
 def iter_file(path: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Trajectory]:
-    """Yield the rows in a file with this layout. Raises like `read_trajectories`."""
+    """Yield the rows in a file with this layout. Raises the errors of `read_trajectories`."""
     return read_jsonl(path, layout) if Path(path).suffix == ".jsonl" else iter_parquet(path, layout=layout)
 
 

@@ -59,7 +59,7 @@ def trajectories(
 
 
 def trained_turns(session: Session, leaf: int) -> list[Turn]:
-    """Return the turns on the branch to `leaf`, root first, that have sampled tokens with `loss_mask` True."""
+    """Return the turns that the branch to `leaf` trains, root first: those that no branch to an earlier leaf has."""
     earlier = {turn.seq for other in session.leaves() if other < leaf for turn in session.path(other)}
     return [turn for turn in session.path(leaf) if turn.seq not in earlier]
 

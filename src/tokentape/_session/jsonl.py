@@ -26,7 +26,7 @@ from tokentape.types import Trajectory
 def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> dict[str, Any]:
     """Return the trajectory as plain values, with lists for arrays."""
     of_turns = ("sampled_from", "logprobs_of", "finish_reasons", "adapters")
-    left_out = {name for name in of_turns if not any(value is not None for value in getattr(trajectory, name))}
+    left_out = {name for name in of_turns if all(value is None for value in getattr(trajectory, name))}
     if not trajectory.role:
         left_out |= {"role", "lineage"}
     values = layout.values(trajectory).items()
@@ -34,7 +34,7 @@ def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) ->
 
 
 def json_line(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> bytes:
-    """Return the trajectory as its only canonical line. Digests are computed over such lines."""
+    """Return the trajectory as a line of canonical JSON. Digests are computed over such lines."""
     distributions = *trajectory.sampled_from, *trajectory.logprobs_of
     value = trajectory_to_json(trajectory, layout) | {"verdict": verdict_written(trajectory.verdict, distributions)}
     return canonical_json(value).encode("ascii") + b"\n"
@@ -66,7 +66,7 @@ def read_jsonl(source: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Tr
 def read_jsonl_places(
     source: str | Path, layout: Layout = TRAJECTORIES, start: int = 0
 ) -> Iterator[tuple[int, Trajectory]]:
-    """Yield (line offset, trajectory), beginning with the line at offset `start`. Raises like `read_jsonl`."""
+    """Yield (line offset, trajectory) from the line at offset `start`. Raises `InvalidRequest` for an invalid line."""
     with open(source, "rb") as lines:
         lines.seek(start)
         for number, line in enumerate(lines, 1):

@@ -105,7 +105,7 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _from_parent_session(branches: Branches, branch: Branch, parent: str) -> LineageEdge:
-    """Return the origin in the session `parent` of the harness: another session of the record, or this one."""
+    """Return the origin in the session that the harness names `parent`: this one or another of the record."""
     turn = branch.turn
     here = branches.by_client.get(parent, [])
     here = here[: bisect_left(here, turn.seq, key=lambda other: other.seq)]

@@ -227,7 +227,7 @@ class Branches:
 
     @cached_property
     def _users(self) -> TextIndex:
-        """An index of roots' first user messages. If the rules can't tell roots apart, only the first is indexed."""
+        """An index of each root's first user message. Of roots that the rules can't tell apart, it has the first."""
         first: dict[Any, Branch] = {}
         for root in self._roots():
             calls = bool(root.turn.reply.get("tool_calls"))

@@ -25,11 +25,11 @@ class SharedMessages(tuple[Message, ...]):
     _canonical: bytes | None = None
 
     def canonical(self) -> bytes:
-        """Return the canonical JSON of the messages. Raises like `canonical_json`."""
+        """Return the canonical JSON of the messages. Raises `InvalidRequest` for values that are not JSON."""
         return self._canonical or self._keep(canonical_json(self).encode("ascii"))
 
     def begin_like(self, other: SharedMessages | None) -> None:
-        """Reuse the canonical JSON of messages that differ only in the last one, if it is kept."""
+        """Reuse the canonical JSON that `other` keeps, if any. Only the last messages of the two may differ."""
         if other is not None and (text := other._canonical) is not None:
             other._keep(text)
             self._keep(text[: -len(canonical_json(other[-1])) - 1] + canonical_json(self[-1]).encode("ascii") + b"]")

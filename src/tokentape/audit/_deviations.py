@@ -296,9 +296,9 @@ class Deviations:
         return ("weights",), f"{first}; different ids before that token in all of them would look the same"
 
     def _related(self) -> bool:
-        """Return True if the recorded logprobs of turns with differences are high where the expected ones are high.
+        """Return whether the recorded logprobs correlate with the expected ones, in turns that differ.
 
-        With other weights or ids before them, the correlation is about 0.5 or higher. Few tokens can't exclude that.
+        If only the weights or earlier ids are wrong, the correlation is about 0.5 or higher. True for too few tokens.
         """
         apart = [turn for turn in self._turns if (turn.distance() > self._limits.delta).mean() > self._limits.share]
         recorded, expected = (np.concatenate(values) for values in list(zip(*apart, strict=True))[:2])

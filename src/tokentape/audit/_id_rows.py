@@ -156,7 +156,7 @@ def _turn_label(n: int) -> str:
 
 
 def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int | None = None) -> Iterator[IdRow]:
-    """Yield the sequences of a Parquet file, or of one of its row groups. Raises as `iter_rows`."""
+    """Yield the sequences of a Parquet file, or of one of its row groups. Raises the errors of `iter_rows`."""
     with open_parquet(path) as file:
         if VERSION_KEY in (file.schema_arrow.metadata or {}) and columns == Columns():
             yield from trajectory_rows(iter_parquet(path, row_group=row_group, bare=True))

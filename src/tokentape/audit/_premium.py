@@ -111,7 +111,7 @@ def measure_premium(
             encoded = tokenizer.encode_plain_batch([line.text for line in lines])
             for (language, text), sizes, ids in zip(lines, parts, encoded, strict=True):
                 languages[name, language] += (1, len(text), len(text.encode()), len(ids))
-                for script, tokens in _shares(text, ids, list(sizes), tokenizer).items():
+                for script, tokens in _shares(ids, list(sizes), tokenizer).items():
                     scripts[name, script] += (1, *sizes[script], tokens)
     if not languages:
         raise NothingToMeasure("the corpus has no text: every line is empty")
@@ -207,7 +207,7 @@ def _by_script(text: str) -> dict[str, tuple[int, int]]:
     return {script: (len(some), len("".join(some).encode())) for script, some in chars.items()}
 
 
-def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: Tokenizer) -> dict[str, float]:
+def _shares(ids: Sequence[int], scripts: Sequence[str], tokenizer: Tokenizer) -> dict[str, float]:
     """Return the number of tokens of each script. A token is divided evenly over the bytes that it spells."""
     if len(scripts) == 1:
         return {scripts[0]: float(len(ids))}
@@ -232,7 +232,7 @@ def _baseline(languages: _Counts, baseline: str) -> dict[str, float]:
     for language, many in lines.items():
         if many != lines[baseline]:
             counts = f"{baseline} has {lines[baseline]} lines, {language} has {many}"
-            raise InvalidRequest(f"{counts}; for a premium, line n of each must translate line n of {baseline}")
+            raise InvalidRequest(f"{counts}; expected equal numbers: a language's line n must translate {baseline}'s")
     return {name: counts[3] for (name, language), counts in languages.items() if language == baseline}
 
 

@@ -178,7 +178,7 @@ class Report:
     blocks: Sequence[Block]
 
     def html(self) -> str:
-        """Return one HTML page, light or dark by the system's setting, without scripts and external resources."""
+        """Return one HTML page, light or dark by the system's setting, without scripts or external resources."""
         return _template().render(title=self.title, blocks=self.blocks, version=__version__)
 
     def print(self, console: Console | None = None) -> None:

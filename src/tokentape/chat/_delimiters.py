@@ -118,7 +118,7 @@ def _is_beginning(text: str, position: int, expected: Sequence[str]) -> bool:
 
 
 def _is_part(text: str, piece: str) -> bool:
-    """Return whether `text` may be the beginning of a piece that contains `ANY`."""
+    """Return whether more text could turn `text` into `piece`, in which `ANY` stands for any word."""
     before, _, after = piece.partition(ANY)
     if not text.startswith(before):
         return before.startswith(text)

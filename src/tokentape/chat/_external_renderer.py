@@ -173,7 +173,7 @@ class ExternalRenderer(Renderer):
         try:
             ids = self.tokenizer.array(returned)
         except (InvalidRequest, ValueError) as error:
-            raise InvariantViolation(f"the overriding renderer returned no ids: {error}") from error
+            raise InvariantViolation(f"the overriding renderer did not return token ids: {error}") from error
         if ids.size and ids.max() >= self.tokenizer.vocab_size:
             raise InvariantViolation(
                 f"the overriding renderer returned the id {ids.max()}; expected 0 to {self.tokenizer.vocab_size - 1}"

@@ -132,7 +132,7 @@ class SafeParser:
         return delta
 
     def _agreeing(self, reply: Reply) -> Reply:
-        """Return the reply, or one built from the returned deltas if they differ from it."""
+        """Return `reply`. If the deltas that were returned differ from it, replace its texts and calls by theirs."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [(call.name, call.arguments) for call in reply.calls_for_client]
         if (reply.content, reply.reasoning) == (content, reasoning) and calls == [

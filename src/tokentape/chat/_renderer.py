@@ -355,12 +355,7 @@ class Renderer(TemplateText):
         return np.concatenate([completion_ids, self._close_part(completion_ids, setup, prompt_ids)])
 
     def _close_part(
-        self,
-        completion_ids: TokenIds,
-        setup: Setup,
-        prompt_ids: TokenIds | None = None,
-        following: str = "",
-        space: str = "",
+        self, completion_ids: TokenIds, setup: Setup, prompt_ids: TokenIds | None, following: str = "", space: str = ""
     ) -> TokenIds:
         """Return the ids that close the reasoning or content frame that a truncated completion left open.
 

@@ -401,7 +401,7 @@ class Tokenizer:
 
     @cached_property
     def vocabulary_sha256(self) -> str:
-        """The hex SHA-256 of all ids with their tokens. Merges, settings and the file's spelling don't change it."""
+        """The hex SHA-256 of all ids with their tokens. It ignores merges, settings and the layout of the file."""
         ids = {**self._vocab, **{token.content: token.id for token in self.added_tokens}}
         tokens = sorted(ids, key=ids.__getitem__)
         return hashlib.sha256(json.dumps([tokens, [ids[token] for token in tokens]]).encode()).hexdigest()

@@ -174,7 +174,7 @@ def _format_of(output: Path, file_format: Format | None) -> Format:
 
 
 def _write_atif(trajectories: Iterable[Trajectory], session: Callable[[], StoredSession], file: IO[bytes]) -> int:
-    """Write a document per trajectory of the current `session()`, and return the number of tokens with loss."""
+    """Write a document per trajectory, and return the number of tokens with loss. `session` returns its session."""
     trained = 0
     for _, branches in groupby(trajectories, lambda trajectory: trajectory.session_id):
         earlier: set[int] = set()

@@ -37,7 +37,7 @@ class RecordSource:
         return None if self.store is None else served_model(self.location, self.store)
 
     def rows(self, columns: Columns) -> Iterator[IdRow]:
-        """Return the rows of ids. `columns` names the columns of other file formats. Raises like `iter_rows`."""
+        """Return the rows of ids. `columns` names the columns of other formats. Raises the errors of `iter_rows`."""
         return iter_rows(self.location, columns) if self.store is None else store_rows(self.store)
 
     def trajectories(self) -> Iterator[Trajectory]:

@@ -104,7 +104,7 @@ class Adapters:
 
 
 def merged(model: Any, folder: Path, *, dtype: str) -> Any:
-    """Return a model with a LoRA adapter merged into its weights. It replaces `model`. Raises like `Adapters.load`."""
+    """Merge a LoRA adapter into the weights of `model`, and return it. Raises the errors of `Adapters.load`."""
     adapters = Adapters(model, dtype=dtype)
     adapters.load("merged", folder, "")
     return adapters.with_all.merge_and_unload()

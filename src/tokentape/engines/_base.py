@@ -302,5 +302,5 @@ class ChatServer(Engine, Protocol):
         *,
         request_id: str,
     ) -> StartedCompletion:
-        """Begin a completion, and return once the server has sent the prompt ids. Raises like `sample`."""
+        """Begin a completion, and return once the server has sent the prompt ids. Raises `EngineError`."""
         ...

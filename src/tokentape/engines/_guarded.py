@@ -120,7 +120,7 @@ class GuardedEngine:
         return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id, **media))
 
     async def begin(self, *call: Any, **options: Any) -> StartedCompletion:
-        """Begin a chat with the engine, which must be a `ChatServer`. Raises like `sample`."""
+        """Begin a chat with the engine, a `ChatServer`. Raises `EngineUnavailable` for a different model."""
         await self._refuse_other_model()
         begun = await cast(ChatServer, self._engine).begin(*call, **options)
         deltas = self._settled(begun.deltas, begun=True)

@@ -92,7 +92,7 @@ class HttpClient:
         return self._connector.generation if self._connector is not None else 0
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
-        """Return the body of the reply to a GET, within the timeout of `stage`. Raises like `post`."""
+        """Return the body of the reply to a GET, within the timeout of `stage`. Raises the errors of `post`."""
         return await self._whole(path, None, {}, _Limit.after(stage, self.timeouts))
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -112,8 +112,8 @@ class HttpClient:
     async def arrivals(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
         """Yield the server-sent events of the reply to a JSON `body`, in lists of events that arrived together.
 
-        Closing the generator closes the connection. Raises like `post` and `SseReader.feed`, and `EngineError` if the
-        connection breaks or the stream ends within an event.
+        Closing the generator closes the connection. Raises the errors of `post`, `EngineContractError`
+        for an event that can't be read, and `EngineError` if the connection breaks or the stream ends within an event.
         """
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)

@@ -105,7 +105,7 @@ class QwenImageProcessor:
         return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
 
     def tokens(self, image: Media) -> int:
-        """Return how many placeholder ids an image takes. Raises `InvalidRequest` like `arrays`."""
+        """Return how many placeholder ids an image takes. Raises `InvalidRequest` if it is unreadable or too large."""
         count = self._counts.get(image.sha256)
         if count is None:
             (count,) = self.lengths(self.arrays([image.data])["image_grid_thw"])

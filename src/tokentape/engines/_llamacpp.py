@@ -151,7 +151,7 @@ class LlamaCppEngine(RemoteEngine):
         return replace(delta, finish_reason=reason, stop=completion.stop(reason, matched))
 
     async def _score(self, context: list[int], token_id: int, top: int) -> _Probability:
-        """Return the log-probability of an id that the server sampled after `context` but did not report it for.
+        """Return the log-probability that the server did not report with the id that it sampled after `context`.
 
         Sample the position again with enough alternatives, and with a bias towards a token that the server reports.
         """

@@ -183,7 +183,7 @@ class EnginePool:
         return isinstance(engine, Interruptible) and engine.interrupt(request_id)
 
     async def check_call(self, request_id: str) -> str:
-        """Check the replica of a running call, and return the name of the engine. Raises like `check`."""
+        """Return the engine of a running call. Raises `EngineUnavailable` if that replica can't take a request now."""
         engine = self._calls[request_id]
         await engine.check()
         return str(engine.info)

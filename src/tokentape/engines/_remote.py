@@ -143,10 +143,7 @@ class RemoteEngine(ABC):
         return scores
 
     async def find_logprobs_mode(self) -> str:
-        """Return the current `EngineInfo.logprobs_mode`, and update `info`, which a restart may change.
-
-        Raises like `open`.
-        """
+        """Return the current `EngineInfo.logprobs_mode`, and update `info`. Raises the errors of `open`."""
         return self.info.logprobs_mode
 
     def interrupt(self, request_id: str) -> bool:

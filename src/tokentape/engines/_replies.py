@@ -202,7 +202,7 @@ class ReceivedTokens:
         return tuple([pack(mask, self.params.supports) for mask in masks])
 
     def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Check that `supports`, packed, is empty or has one entry per id that contains it, and return it."""
+        """Check and return packed `supports`: none, or one for each id, which must contain the id."""
         if supports and len(supports) != len(ids):
             raise EngineContractError(f"the engine returned {len(supports)} supports for {len(ids)} ids")
         for token_id, support in zip(ids, supports, strict=False):
@@ -276,7 +276,7 @@ class ReceivedTokens:
         return None if version == UNNAMED_WEIGHTS or self.params.adapter is not None else version
 
     def named_spans(self, reported: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
-        """Return the spans that a server reports like `spans`; none if no version is `named`."""
+        """Check and return the spans that a server reports; none if no version is `named`."""
         spans = self.spans(reported)
         return spans if any(self.named(span.version) for span in spans) else ()
 

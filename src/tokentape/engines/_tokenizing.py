@@ -72,7 +72,7 @@ async def server_text_ids(
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
     """Return the text, with control tokens, that a server decodes ids to. Return None if it has no endpoint for that.
 
-    Raises like `server_text_ids`.
+    Raises `EngineError` or a subclass.
     """
     api = _api(kind)
     if api is None:
@@ -95,7 +95,7 @@ async def server_chat_ids(
 ) -> list[int] | None:
     """Return the ids that a server renders a conversation to. Return None if it can't render or refuses it.
 
-    `generate` adds the generation prompt. Raises like `server_text_ids`.
+    `generate` adds the generation prompt. Raises `EngineError` or a subclass.
     """
     api, chat = _api(kind), _chat(messages, tools, template_kwargs)
     if api is None or kind == "gateway":
@@ -121,7 +121,7 @@ async def server_prompt_ids(
 ) -> list[int] | None:
     """Let vLLM render messages and sample one token. Return its prompt ids, or None if it does not report them.
 
-    Raises like `server_text_ids`.
+    Raises `EngineError` or a subclass.
     """
     body = {"model": model, **_chat(messages, tools, template_kwargs), "max_tokens": 1, "return_token_ids": True}
     if tools:

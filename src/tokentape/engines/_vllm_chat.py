@@ -108,7 +108,7 @@ class VllmChatServer(VllmEngine):
 
 
 def _vllm_message(message: Message) -> dict[str, Any]:
-    """Convert a message to the server's format: arguments as JSON text, and reasoning under its newer name."""
+    """Convert a message to the server's format: arguments as JSON text, reasoning in the field `reasoning`."""
     converted = dict(message)
     if "reasoning_content" in converted:
         converted["reasoning"] = converted.pop("reasoning_content")

@@ -117,7 +117,7 @@ class RequestContext(Struct, frozen=True):
 class Dialect:
     """A wire API: decodes its request bodies and encodes its replies.
 
-    `model_id` is the model's name in replies. `tokenizer` spells tokens and counts them in replies.
+    `model_id` is the model's name in replies. `tokenizer` gives the text of tokens in replies, and counts them.
     """
 
     path: str

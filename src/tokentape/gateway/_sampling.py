@@ -216,9 +216,9 @@ class CompletionSampler:
         return event
 
     def _check_weights(self, choice: Choice) -> None:
-        """Make the weight version unknown if this call's server reports none, and another has reported one.
+        """Make the weight version unknown if this call's server reports no version, although a server has reported one.
 
-        The trainer names versions at the servers then, and a server without one has restarted with other weights.
+        A server that restarts loses the version that the trainer gave it, and loads the weights it began with.
         """
         if choice.names_weights:
             self.gate.reported = True

@@ -176,7 +176,7 @@ def end_signals() -> list[signal.Signals]:
 
 
 def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
-    """Return the IP address to bind, and its family. Raises `InvalidRequest` like `serve`."""
+    """Return the IP address to bind, and its family. Raises `InvalidRequest` for a host that `serve` refuses."""
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
@@ -191,7 +191,7 @@ def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
 
 
 def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
-    """Return a bound socket. With `shared`, other sockets can use the same port. Raises like `serve`."""
+    """Return a bound socket. With `shared`, other sockets can use its port. Raises the errors of `serve`."""
     family, address = _address(host, has_keys)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

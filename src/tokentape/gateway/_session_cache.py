@@ -106,7 +106,7 @@ class OpenSession:
             raise LimitReached(f"{problem}; wait, or start a new session", retry_after=1.0)
 
     def call_in_flight(self, attempt: Attempt) -> InFlightCall | None:
-        """Return the call in flight that `attempt` repeats. Raises like `Attempt.repeats`."""
+        """Return the call in flight that `attempt` repeats. Raises `IdempotencyMismatch` if only the key is equal."""
         for call in reversed(self.calls):
             attempted = None if call.aborted else call.attempt
             if attempted is not None and attempt.repeats(attempted.key, attempted.body_digest):
@@ -114,7 +114,7 @@ class OpenSession:
         return None
 
     def answer_to(self, attempt: Attempt) -> RecordedReply | None:
-        """Return the recorded reply to the call that `attempt` repeats. Raises like `Attempt.repeats`."""
+        """Return the recorded reply to the call that `attempt` repeats. Raises `IdempotencyMismatch`."""
         answers = reversed(self.answers.values()) if attempt.key or attempt.retried else ()
         return next((answer for answer in answers if attempt.repeats(answer.key, answer.body_digest)), None)
 

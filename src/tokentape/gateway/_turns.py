@@ -137,7 +137,7 @@ class Turns:
         await asyncio.to_thread(self._prompts.certify)
 
     async def bind(self) -> None:
-        """Bind the record to the renderer's tokenizer. Raises like `Store.bind`."""
+        """Bind the record to the renderer's tokenizer. Raises `InvalidRequest` if the record has another vocabulary."""
         # Gateways that share the record see this one by now. Of two that start at once, one is refused.
         await self.store.bind(self.renderer.tokenizer, self.pausing.gateway_id)
 
@@ -165,7 +165,7 @@ class Turns:
         return name in renderer.template.variables
 
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
-        """Create a session. Raises `Conflict` if the id is in use, `LimitReached`, and like `Pins.with_session`."""
+        """Create a session. Raises `Conflict` if the id is in use, `InvalidRequest` for bad pins, `LimitReached`."""
         self.pins.with_session(metadata).check(self.engine.info)
         return await self.sessions.create(session_id, metadata, owner)
 
@@ -177,7 +177,7 @@ class Turns:
         return (await self.sessions.get(session_id, owner)).session
 
     async def delete_session(self, session_id: str, owner: str | None = None, *, force: bool = False) -> None:
-        """Delete a session and its record. Raises like `Store.delete_session`."""
+        """Delete a session and its record. Raises the errors of `Store.delete_session`."""
         opened = await self.sessions.get(session_id, owner)
         async with opened.lock:
             if opened.deleted:

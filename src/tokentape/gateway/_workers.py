@@ -200,7 +200,7 @@ def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _:
 
 
 def bind_all(host: str, port: int, count: int, *, has_keys: bool) -> tuple[str, list[socket.socket]]:
-    """Return the base URL, and `count` sockets on the same port. `port` 0 selects a free port. Raises like `serve`."""
+    """Return the base URL, and `count` sockets on one port (0: a free one). Raises the errors of `serve`."""
     # Shared sockets could also share the port with another gateway. Binding an unshared socket fails in that case.
     with bind(host, port, has_keys) as alone:
         alone.listen(1)

@@ -337,13 +337,13 @@ def restored(location: str) -> Iterator[Path]:
 
 
 def archived_model(location: str) -> ServedModel | None:
-    """Return the newest run's model; None if it is unknown. Raises `InvalidRequest` like `open_folder`."""
+    """Return the newest run's model; None if it is unknown. Raises `InvalidRequest` if a package is missing."""
     models = [manifest["model"] for manifest in _manifests(open_folder(location)).values()]
     return ServedModel(**models[-1]) if models and models[-1] else None
 
 
 def open_archive(location: str) -> SqliteStore:
-    """Return a read-only store over a temporary copy of the archive. Raises like `restored`."""
+    """Return a read-only store over a temporary copy of the archive. Raises the errors of `restored`."""
     with ExitStack() as undo:
         store = SqliteStore.open(undo.enter_context(restored(location)), read_only=True)
         store.keep_until_closed(undo.pop_all())

@@ -154,7 +154,7 @@ class Store:
     def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
         """Load the turns after the `known` turns, with only their answers, setups and events.
 
-        Raises like `load_session`, and `StoreCorrupt` if the known turns differ from the recorded turns.
+        Raises `NotFound`, and `StoreCorrupt` if a record is damaged or the known turns differ from the recorded turns.
         """
         with self.reading() as connection:
             return reads.load_newer(connection, session_id, known)
@@ -221,7 +221,7 @@ class Store:
             after = rows[-1].position
 
     def iter_sessions(self, *, per_token: bool = False, together: bool = False) -> Iterator[StoredSession]:
-        """Yield every session in order of creation. Raises like `load_session`.
+        """Yield every session in order of creation. Raises `StoreCorrupt` for a session with a damaged record.
 
         With `together`, several short sessions are loaded at once, as of that moment, which costs less CPU.
         """

@@ -72,7 +72,7 @@ class PayloadFolder:
     """Writes payloads to a folder, before the rows that refer to them."""
 
     def __init__(self, location: str) -> None:
-        """Raise like `open_folder`, and `InvalidRequest` if a URL has a password, which every row would contain."""
+        """Raise `InvalidRequest` if a package is missing, or if a URL has a password, which every row would contain."""
         if re.search(r"://[^/@]*:[^/@]*@", location):
             message = "the URL has a password, which would be recorded; remove it, and set it in the environment"
             raise InvalidRequest(message, "payloads_to")

@@ -27,8 +27,8 @@ def open_record(
 ) -> Store:
     """Open the record at `location`: a directory, `postgresql://...`, or, if `read_only`, an archive.
 
-    Raises like `SqliteStore.open`, `PostgresStore.open` and `open_archive`, and `InvalidRequest` if the location is an
-    archive but `read_only` is false.
+    Raises the errors of `SqliteStore.open`, `PostgresStore.open` or `open_archive`, and `InvalidRequest` for an archive
+    without `read_only`.
     """
     if is_url(str(location)):
         return PostgresStore.open(str(location), synchronous=synchronous, read_only=read_only)
@@ -42,7 +42,7 @@ def open_record(
 
 
 def open_existing(location: str | Path) -> Store:
-    """Open a record for writing. Raises like `open_record`, and `StoreError` if it does not exist yet."""
+    """Open a record for writing. Raises the errors of `open_record`, and `StoreError` if it does not exist."""
     if not is_archive(location):
         open_record(location, read_only=True).close()
     return open_record(location)

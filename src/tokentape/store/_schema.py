@@ -291,7 +291,7 @@ def check(connection: Connection) -> None:
 
 
 def _known_version(connection: Connection) -> tuple[int | None, int]:
-    """Return the database's version (None if it is empty) and the current version. Raises like `prepare`."""
+    """Return the database's version (None if it is empty) and the current version. Raises the errors of `prepare`."""
     current = OLDEST + len(MIGRATIONS)
     tables = connection.dialect.get_table_names(connection)
     if not tables:

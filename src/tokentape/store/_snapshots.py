@@ -118,12 +118,12 @@ class Snapshots:
             return [decode_snapshot(row) for row in rows]
 
     def trajectories(self, snapshot_id: int) -> Iterator[Trajectory]:
-        """Yield the snapshot's trajectories, the same in each call. Raises like `sessions`."""
+        """Yield the snapshot's trajectories, the same in each call. Raises the errors of `sessions`."""
         for stored in self.sessions(snapshot_id):
             yield from stored.trajectories()
 
     def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
-        """Yield the sessions as of the snapshot, one at a time. Raises `Conflict` if it was released or one is gone."""
+        """Yield the sessions as of the snapshot, one at a time. Raises `Conflict` if it or a session is gone."""
         if self.find(snapshot_id, None).state == "released":
             raise Conflict(f"snapshot {snapshot_id} was released: its contents are gone; take a new snapshot")
         for session_id, extent in self._reading(extents_of, snapshot_id).items():
@@ -331,7 +331,7 @@ _NOW = select(
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
-    """Map positions of sessions to how much of each a snapshot has or, if it has none, the snapshots it is based on."""
+    """Map each session's position to its newest extent in a snapshot and in the snapshots that it is based on."""
     extents: dict[int, Extent] = {}
     ancestor: int | None = snapshot_id
     while ancestor is not None:

@@ -113,13 +113,13 @@ class SqliteStore(Store):
         return store
 
     def check(self) -> None:
-        """Raise like `Store.check`, and `StoreError` if the disk has less than 1 MiB free."""
+        """Raise `StoreError` if nothing can be recorded now, or if the disk has less than 1 MiB free."""
         super().check()
         if shutil.disk_usage(self._directory).free < _LEAST_ROOM:
             raise StoreError("the disk is full: less than 1 MiB is left for the record; free up space")
 
     def served_model(self) -> ServedModel | None:
-        """Read `model.json` like `read_served_model`."""
+        """Return the model that `model.json` names; None if it is not known."""
         return read_served_model(self._directory)
 
 

@@ -175,7 +175,7 @@ class CompiledStatement:
 
 
 def execute_directly(connection: Connection, text: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
-    """Execute SQL with SQLite's driver, without SQLAlchemy's layers. Raises like `Connection.execute`."""
+    """Execute SQL with SQLite's driver, without SQLAlchemy's layers. Raises SQLAlchemy's `DBAPIError`."""
     driver: Any = connection.connection.dbapi_connection
     assert isinstance(driver, sqlite3.Connection)
     try:

@@ -158,7 +158,7 @@ def packed(
 
     Attention must not cross samples: pass `cu_seqlens` to a kernel, or build a mask from `segment_ids`. Models of
     transformers 5 find boundaries from `position_ids`, which restart at each sample, but only with `use_cache=False`
-    and without an attention mask; with flash attention they take one row. Raises as `padded`.
+    and without an attention mask; with flash attention they take one row. Raises the errors of `padded`.
     """
     samples = _checked(samples, pad_id, vocab_size)
     sizes = [len(sample.token_ids) for sample in samples]

@@ -31,7 +31,7 @@ class Changed:
     tokens: int = 0
     """Trained tokens that changed."""
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Number of differences of each of `tokendiff.KINDS`."""
+    """Number of differences of each of `KINDS` in `audit._tokendiff.kinds`."""
 
 
 @dataclass(frozen=True, slots=True)

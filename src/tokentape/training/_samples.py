@@ -319,7 +319,7 @@ def _of_session(
 
 
 def _length(piece: Piece, limit: int | None = None) -> int:
-    """Return a piece's length up to and including its last sampled token, or the last one before `limit`."""
+    """Return a piece's length up to and including its last sampled token. `limit` is the most tokens to count."""
     starts, ends = piece.trajectory.completion_starts[: piece.turns], piece.trajectory.completion_ends[: piece.turns]
     if limit is not None:
         ends = np.minimum(ends[starts < limit], limit)

@@ -38,7 +38,7 @@ _FOREIGN = (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)
 
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
-    """A rendered conversation. Offsets count characters of its marked text, where each control token takes two."""
+    """A rendered conversation. Offsets count characters of `text`, where each control token is two characters."""
 
     renderer: Renderer
     messages: Sequence[Message]
@@ -209,7 +209,7 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, 
 def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
     """Return the spans of the template's `{% generation %}` blocks; None if the template has none.
 
-    Raises `TemplateRefused` if no block has text, or one can't be assigned to an assistant message of its own.
+    Raises `TemplateRefused` if no block has text, or if a block can't be assigned to an assistant message of its own.
     """
     template = rendered.renderer.template
     if not has_blocks(template.whole_source):
@@ -237,7 +237,7 @@ def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] |
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges without empty ones, and those that follow each other directly as one."""
+    """Return the ranges without empty ranges. Adjacent ranges are joined."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:

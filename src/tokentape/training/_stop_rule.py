@@ -40,13 +40,13 @@ class StopRule:
     limit. Several threads may share a rule.
 
     Args:
-        unchecked_bridges: largest share of samples with a bridge (ids added after a turn) not checked, or that differs.
-        forked: largest share of samples whose verdict is a fork.
+        unchecked_bridges: largest share of samples with a bridge (ids added after a turn) that is unchecked or differs.
+        forked: largest share of samples with a verdict that begins with `forked`.
         truncated: largest share of samples with a turn that reached its token budget.
         not_exact: largest share of samples with a verdict other than `exact`.
         log_ratio: largest mean of |log importance ratio|, in nats per trained token; see `add_logprobs`.
         window: number of samples, and of `add_logprobs` calls, to look back at.
-        action: `halt` raises `TrainingStopped`, then and at each later call. `warn` logs each limit that is exceeded.
+        action: `halt` raises `TrainingStopped`, also in all later calls. `warn` logs each limit that is exceeded.
         tracker: called with `numbers()` at each `add`; see `wandb_tracker` and `tensorboard_tracker`. Its first
             exception is logged, later ones are ignored.
 
@@ -77,7 +77,7 @@ class StopRule:
         self._ratios: deque[tuple[float, int]] = deque(maxlen=window)
         self._action, self._tracker = action, tracker
         self._tracker_failed = False
-        self._passed: dict[str, str] = {}
+        self._exceeded: dict[str, str] = {}
         self._lock = RLock()
 
     def add(self, samples: Iterable[Trajectory]) -> None:
@@ -135,15 +135,15 @@ class StopRule:
             limit = self._limits[name]
             if limit is None or numbers[name] <= limit:
                 if self._action == "warn":
-                    self._passed.pop(name, None)
-            elif name not in self._passed:
-                self._passed[name] = f"{name} is {numbers[name]:.3g}, the limit is {limit:g}"
-                _log.warning("stop rule: %s", self._passed[name])
+                    self._exceeded.pop(name, None)
+            elif name not in self._exceeded:
+                self._exceeded[name] = f"{name} is {numbers[name]:.3g}, the limit is {limit:g}"
+                _log.warning("stop rule: %s", self._exceeded[name])
 
     def _halt(self) -> None:
-        if self._passed and self._action == "halt":
+        if self._exceeded and self._action == "halt":
             raise TrainingStopped(
-                f"{'; '.join(self._passed.values())} (over the last {self._seen.maxlen}); look at the sessions with "
+                f"{'; '.join(self._exceeded.values())} (over the last {self._seen.maxlen}); look at the sessions with "
                 "`tokentape view`, and create a new StopRule to continue"
             )
 
@@ -187,7 +187,7 @@ def tensorboard_tracker(directory: Path | str) -> Tracker:
     try:
         from tensorboard.summary import Writer
     except ModuleNotFoundError:
-        raise InvalidRequest("tensorboard_tracker needs: pip install 'tokentape[tensorboard]'") from None
+        raise InvalidRequest("tensorboard_tracker needs TensorBoard: pip install 'tokentape[tensorboard]'") from None
     writer, steps = Writer(str(directory)), count()
 
     def track(numbers: Mapping[str, float]) -> None:

@@ -76,7 +76,7 @@ def refuse_supports_with_full_logprobs(sample: Sample) -> None:
 
 
 def token_supports(sample: Sample) -> Kept | None:
-    """Return each trained token's support, None if none has one. Raises `InvalidRequest` if it lacks the token."""
+    """Return each trained token's support; None if no token has one. Raises `InvalidRequest` for a token outside it."""
     out: Kept = [None] * len(sample.token_ids)
     for (_, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
         if recorded is None or not recorded.truncation:

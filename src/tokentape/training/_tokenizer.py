@@ -325,8 +325,9 @@ def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, R
             f"the model has {old} embedding rows, but the training tokenizer only {training.vocab_size}: load the "
             f"tokenizer with a larger `multiple_of`, so that its `vocab_size` is at least {old}"
         )
-    if unknown := rows.keys() - {block.name for block in training.blocks}:
-        raise InvalidRequest(f"`rows` has rows for unknown blocks: {', '.join(sorted(unknown))}")
+    names = [block.name for block in training.blocks]
+    if unknown := ", ".join(sorted(rows.keys() - {*names})):
+        raise InvalidRequest(f"`rows` has rows for unknown blocks: {unknown}; expected only {', '.join(names)}")
     matrix = np.zeros((training.vocab_size, wide), embeddings.dtype)
     matrix[:old] = embeddings
     for block in training.blocks:
@@ -344,7 +345,7 @@ def enlarge_model(
 ) -> None:
     """Resize a `transformers` model in place: set the embeddings of `enlarged`, and `pad_token_id` in its configs.
 
-    `output_rows` are the new rows of an untied output layer, by default `rows`. Needs torch. Raises as `enlarged`.
+    `output_rows` are the new rows of an untied output layer, by default `rows`. Raises the errors of `enlarged`.
     """
     import torch
 

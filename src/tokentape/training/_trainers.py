@@ -150,7 +150,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
 
 
 def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.float32]:
-    """Return a temperature per token, float32 [tokens], 1.0 for untrained tokens. Raises as `turn_temperatures`."""
+    """Return a temperature per token, float32 [tokens], 1.0 if untrained. Raises the errors of `turn_temperatures`."""
     out = np.ones(len(sample.token_ids), np.float32)
     for start, end, value in turn_temperatures(sample, trainer):
         out[start:end] = value

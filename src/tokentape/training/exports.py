@@ -409,7 +409,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None:
-    """Return the temperature to divide logits by; None without a trainer. Raises as `check_exportable`."""
+    """Return the temperature to divide logits by; None without a trainer. Raises the errors of `check_exportable`."""
     check_exportable(samples)
     return None if trainer is None else temperature(samples, trainer)
 

@@ -83,7 +83,7 @@ class AgentGenerator:
             succeeded = [rollout for name, rollout in by_name if name.instance_id not in failed]
             self._stop_rule.add(sample for rollout in succeeded for sample in rollout.samples)
         parts = [
-            _without_loss(rollout) if name.instance_id in failed else self._made(rollout, scored=scored)
+            _without_loss() if name.instance_id in failed else self._made(rollout, scored=scored)
             for name, rollout in by_name
         ]
 
@@ -150,7 +150,7 @@ class AgentGenerator:
         return SampleDelta(tuple(ids), tuple(logprobs or ()), finish_reason_of(reason), weight_version=version)
 
 
-def _without_loss(rollout: Rollout) -> dict[str, Sequence[Any]]:
+def _without_loss() -> dict[str, Sequence[Any]]:
     """Return one step of two ids without loss, as SkyRL's Harbor generator does."""
     return {
         "prompt_token_ids": [[0]],

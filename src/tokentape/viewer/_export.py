@@ -34,7 +34,7 @@ _MAX_KEYS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file, and the number of sessions in it."""
+    """The file, and numbers of sessions."""
 
     html: bytes
     whole: int
@@ -74,7 +74,7 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
         for group in ["", *fewest]:
             figures = run_of(sessions, group, aborts_recorded=source.grows)
             figures["keys"] = {key: keys[key] for key in sorted(fewest)}
-            answers[f"run?{_spelled(group)}" if group else "run"] = run | figures
+            answers[f"run?{_percent_encoded(group)}" if group else "run"] = run | figures
     texts = {path: _compressed(views.as_json(answer)) for path, answer in answers.items()}
     room = math.inf if session_id is not None else max_bytes - sum(map(len, texts.values()))
     whole = 0
@@ -106,7 +106,7 @@ def _compressed(body: bytes) -> str:
 
 
 def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator[tuple[str, bytes]]:
-    path = f"sessions/{_spelled(view.info.session_id)}"
+    path = f"sessions/{_percent_encoded(view.info.session_id)}"
     tokenizer = viewer.reader.tokenizer
     yield path, views.as_json(views.tree(view))
     for trajectory in view.trajectories:
@@ -162,6 +162,6 @@ def _bundle() -> str:
     return "".join(modules.values())
 
 
-def _spelled(text: str) -> str:
+def _percent_encoded(text: str) -> str:
     """Percent-encode text as the page's encodeURIComponent does."""
     return quote(text, safe="-_.!~*'()", errors="replace")

@@ -226,7 +226,7 @@ def routes(viewer: Viewer) -> list[Route]:
 
 
 def about_of(viewer: Viewer, visitor: Visitor) -> dict[str, Any]:
-    """Return what the page can show a visitor."""
+    """Return the name of the record, what the page can compare it with, and the views that the visitor may open."""
     source, reader = viewer.source, viewer.reader
     return {
         "name": source.name,

@@ -173,7 +173,7 @@ class Measures:
             weights.setdefault(turn.weight_version, WeightsTally()).add(turn, begun_at)
         for trajectory in exported:
             _add_ratios(weights, trajectory)
-        drift = self._drift(view, exported, weights)
+        drift = self._drift(exported, weights)
         rewards = [branch.reward for branch in exported if branch.reward is not None and branch.loss_mask.any()]
         return SessionMeasures(
             info=view.info,
@@ -187,9 +187,7 @@ class Measures:
             weights=weights,
         )
 
-    def _drift(
-        self, view: SessionView, exported: Iterable[Trajectory], weights: Mapping[str, WeightsTally]
-    ) -> dict[str, Any] | None:
+    def _drift(self, exported: Iterable[Trajectory], weights: Mapping[str, WeightsTally]) -> dict[str, Any] | None:
         if self._meter is None:
             return None
         classes: Counter[str] = Counter()

@@ -33,7 +33,7 @@ class Rerendered:
     refused: int
     """Turns with messages that the template refuses. The other counts exclude them."""
     kinds: Mapping[str, int]
-    """The number of turns by kind of difference, a key of `tokendiff.KINDS`. A turn may have several kinds."""
+    """The number of turns by kind of difference, a key of `audit._tokendiff.kinds.KINDS`. A turn may have several."""
     first_kinds: Mapping[str, int]
     """The number of turns by the kind of their first difference, where a cached prefix or a row would end."""
     sampled_tokens: int

@@ -89,7 +89,7 @@ def examine(
     *,
     strict: bool = False,
 ) -> LockReport:
-    """Compare a model folder or a tokenizer object with a lock. Raises like `check`, except `TokenizationChanged`."""
+    """Compare a model folder or a tokenizer object with a lock. A difference raises no `TokenizationChanged`."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
     if not isinstance(tokenizer, str | Path):
         return compare(lock, _observe_live(lock, tokenizer, kwargs), kwargs, strict=strict)

@@ -79,7 +79,7 @@ class Outcome:
 
     kind: OutcomeKind
     artifact: str | None = None
-    """For a phantom edit, a key of `tokendiff.ARTIFACTS`."""
+    """For a phantom edit, a key of `ARTIFACTS` in `audit._tokendiff.kinds`."""
     source: tuple[int, ...] = ()
     """The ids of all tokens of the encoded sentence that overlap the word."""
     found: tuple[int, ...] = ()

@@ -160,7 +160,7 @@ class _Run:
         """The number of the user's conversations that were rendered, and that were rendered differently."""
 
     def stability(self) -> bool:
-        """Encode the battery twice with each side. Add a finding and return False if a side's ids change."""
+        """Encode the battery repeatedly with each side. Add a finding and return False if its ids can change."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
         unstable = (_unstable_finding(side, letter, texts) for letter, side in (("A", self.a), ("B", self.b)))
         self.findings += filter(None, unstable)
@@ -239,7 +239,7 @@ class _Run:
         self.progress("decoding")
         texts = battery.by_text(battery.texts())
         added, unspelled = {**self.a.facts.added, **self.b.facts.added}, set[int]()
-        if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
+        if "controls" in self.a.facts.abilities & self.b.facts.abilities:
             texts |= dict.fromkeys(added, "control tokens")
         else:  # sentencepiece and mistral-common decode control tokens to no text
             unspelled = {token.id for side in (self.a, self.b) for token in side.facts.added.values()}
@@ -348,7 +348,7 @@ class _Run:
 
 
 def _unstable_finding(backend: Backend, letter: str, texts: Sequence[str]) -> Skew | None:
-    """Return a finding if a side's ids of a text change when repeated, or it has dropout."""
+    """Return a finding if a side encodes a text differently when asked again, or has dropout."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     first = backend.encode(texts)
     cause = f"{letter} disagrees with itself: it gives the same text different ids the second time"

@@ -121,7 +121,7 @@ def token_texts(token: str) -> list[str]:
 
 
 def vocabulary_texts(*specs: Spec) -> dict[str, None]:
-    """Return the text of each token in the vocabularies, as keys. Tokens without valid text are left out."""
+    """Return a dictionary with the text of each token in the vocabularies as a key, if it is valid text."""
     spellings: dict[str, None] = {}
     seen: set[tuple[bool, str]] = set()
     for spec in specs:

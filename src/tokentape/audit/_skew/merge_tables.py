@@ -24,8 +24,8 @@ def merges_of(model: Mapping[str, Any]) -> list[Merge]:
 def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
     """Return True if both lists are proven to encode every text equally.
 
-    They are if they apply the same merges, and merges that share no piece are all that changed places. The second holds
-    if no merge comes before one that makes its pieces: then each merge is applied everywhere before the next one.
+    They do if they apply the same merges, if merges that share a piece are in the same order in both, and if no merge
+    comes before one that makes its pieces: then each merge is applied everywhere before the next one.
     """
     applied = applied_merges(tuple(ours)), applied_merges(tuple(theirs))
     if applied[0] == applied[1]:

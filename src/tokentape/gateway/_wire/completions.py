@@ -224,7 +224,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _spelled(self, so_far: _Progress, sampled: SampleDelta) -> str:
-        """Return the full text of newly sampled tokens, up to the end of a stop string."""
+        """Return the text of newly sampled tokens, with control tokens, up to the end of a stop string."""
         fresh = so_far.decoder.decode(b"".join(map(self._tokenizer.token_bytes, sampled.token_ids)))
         text, before = so_far.tail + fresh, len(so_far.tail)
         so_far.tail = text[-self._longest_stop :]

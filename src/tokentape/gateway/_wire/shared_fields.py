@@ -132,7 +132,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a body, with `more` parameters that not all APIs have.
 
-    Raises `InvalidRequest` for a stop id outside the vocabulary, and like `refuse_unsupported` with `names`.
+    Raises `InvalidRequest` for a stop id outside the vocabulary, and the error of `refuse_unsupported`.
     """
     known_ids(body.stop_token_ids, context.vocab_size, "stop_token_ids")
     sampling = SamplingParams(
@@ -231,7 +231,7 @@ def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
 
 
 def forced_tools(choice: Any, tools: Sequence[str], *, named_only: bool = False) -> tuple[str, ...]:
-    """Return the tools that a `tool_choice` of chat or Responses forces a call of; none if it forces none.
+    """Return the tools of which `tool_choice`, of chat or Responses, forces a call; empty if a call is not forced.
 
     Raises `UnsupportedParameter` for an unsupported choice, and `InvalidRequest` for one that needs a missing tool.
     `tools` are the names of the functions. With `named_only`, only a choice that names a function needs one.
