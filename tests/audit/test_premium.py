@@ -128,6 +128,11 @@ def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
         list(read_corpus([tmp_path / "a.txt"]))
 
 
+def test_a_byte_order_mark_is_no_character_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "en.txt").write_text("Hello\n", encoding="utf-8-sig")
+    assert [line.text for line in read_corpus([tmp_path / "en.txt"])] == ["Hello"]
+
+
 def test_an_empty_file_does_not_leave_a_language_out(corpus: Path) -> None:
     (corpus / ".gitkeep").touch()
     assert {line.language for line in read_corpus(corpus)} == {"en", "ru", "ja"}

@@ -140,3 +140,9 @@ def test_logprobs_of_another_length_are_refused(run: Run, data: Path, exported: 
     assert result.exit_code == 2
     tokens = len(row["token_ids"])
     assert f"c.jsonl line 1: trainer_logprobs: {tokens - 1} values for {tokens} ids; expected one" in result.stderr
+
+
+def test_options_for_columns_are_refused_for_two_records(run: Run, data: Path) -> None:
+    done = run("compare", data, data, "--mask-column", "loss")
+    assert done.exit_code == 2
+    assert "options for columns need a file" in done.stderr

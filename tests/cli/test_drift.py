@@ -110,3 +110,9 @@ def test_a_record_that_names_no_model_is_not_called_a_file(run: Run, tmp_path: P
     done = run("drift", data)
     assert done.exit_code == 2
     assert "the input names no model; pass the model folder with --tokenizer" in done.stderr
+
+
+def test_options_for_columns_are_refused_for_a_record(run: Run, record: Record) -> None:
+    done = run("drift", record([USER, (Provenance.SAMPLED, "They")]), "--by", "task")
+    assert done.exit_code == 2
+    assert "options for columns need a file" in done.stderr

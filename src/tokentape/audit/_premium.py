@@ -82,7 +82,7 @@ def read_corpus(paths: str | Path | Iterable[str | Path], most_lines: int | None
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         for file in sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else [path]:
             try:
-                with file.open(encoding="utf-8") as lines:
+                with file.open(encoding="utf-8-sig") as lines:
                     texts = filter(str.strip, (line.rstrip("\n") for line in lines))
                     if (first := next(texts, None)) is not None:
                         yield from (_line(file, text) for text in islice(chain([first], texts), most_lines))

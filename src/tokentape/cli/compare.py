@@ -12,7 +12,7 @@ from tokentape.audit._id_rows import Columns, IdRow, session_rows
 from tokentape.audit._tokendiff.rows import RowComparison, compare_rows, printed
 from tokentape.cli import arguments as arg
 from tokentape.cli.output import end
-from tokentape.cli.source import RecordSource, open_source, open_tokenizer
+from tokentape.cli.source import RecordSource, open_source, open_tokenizer, refuse_columns
 from tokentape.errors import InvalidRequest
 
 _SIDE_HELP = f"{arg.ANY_RECORD} Or a file of ids (.parquet, .jsonl, .json). #NAME selects one row or session."
@@ -57,6 +57,7 @@ def compare(
 
     with ExitStack() as opened:
         side, other = (opened.enter_context(open_source(place)) for place in (location, other_location))
+        refuse_columns(columns, side, other)
         _, loaded = open_tokenizer(tokenizer, side, other)
         rows = compare_rows(_rows(side, name, columns), _rows(other, other_name, columns), loaded, max_delta)
         for line in printed(watched(rows), "json" if as_json else file_format, other.name, show, fail_on):

@@ -17,7 +17,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.cli import arguments as arg
 from tokentape.cli.extras import open_forward
 from tokentape.cli.output import end, print_report, working
-from tokentape.cli.source import RecordSource, open_source, open_tokenizer
+from tokentape.cli.source import RecordSource, open_source, open_tokenizer, refuse_columns
 from tokentape.errors import TokenizerUnusable
 from tokentape.store._location import refuse_output
 
@@ -59,6 +59,7 @@ def drift(
     refuse_output(html, location, tokenizer, model)
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
     with open_source(location) as source:
+        refuse_columns(columns, source)
         folder, loaded = open_tokenizer(tokenizer or model, source)
         again = _rerender_meter(folder, loaded.sha256, rerender) if source.store is not None and rerender else None
         forward = None if model is None else open_forward(model)

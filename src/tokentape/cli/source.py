@@ -58,6 +58,13 @@ def open_source(location: str) -> Iterator[RecordSource]:
         yield RecordSource(location, store)
 
 
+def refuse_columns(columns: Columns, *sources: RecordSource) -> None:
+    """Raise `InvalidRequest` if `columns` names columns and no source is a file that could have them."""
+    if columns != Columns() and all(source.store is not None for source in sources):
+        records = " and ".join(dict.fromkeys(source.name for source in sources))
+        raise InvalidRequest(f"options for columns need a file, found the record {records}; leave them out")
+
+
 def open_tokenizer(folder: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
     """Return `folder` and its tokenizer; by default, those of the model served with a record in `sources`.
 

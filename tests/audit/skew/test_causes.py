@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
+from tokentape.audit._skew import parts
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import BackendOptions, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import SpecBackend, open_json
+from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.file_findings import configuration_findings
 from tokentape.audit._skew.findings import Skew, quoted
 from tokentape.audit._skew.template_causes import TemplateCauses
@@ -71,6 +73,16 @@ def test_vocabulary_difference_without_a_text_is_found_by_its_facts() -> None:
     vocab[rare[0]], vocab[rare[1]] = vocab[rare[1]], vocab[rare[0]]
     kinds = found(with_model(vocab=vocab))
     assert "vocabulary" in kinds
+
+
+def test_a_part_that_differs_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[str] = []
+    monkeypatch.setattr(parts, "part_words", lambda name, a, b: described.append(name) or name)
+    vocab = dict(base(TINY).spec["model"]["vocab"])
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    causes = TextCauses(healthy(TINY), with_model(vocab=vocab))
+    assert [causes.words("vocabulary"), causes.words("vocabulary")] == ["vocabulary"] * 2
+    assert described == ["vocabulary"]
 
 
 def swapped_bytes(spec: dict[str, Any]) -> None:

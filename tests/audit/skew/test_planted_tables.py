@@ -319,6 +319,15 @@ def test_a_control_token_of_a_gguf_with_the_type_of_text_is_a_control_token_by_i
     assert skewed_kinds(json_file(tmp_path / "a"), other) == [[], []]
 
 
+def test_a_token_that_only_llama_cpp_takes_for_a_control_token_has_a_fix_for_the_gguf(tmp_path: Path) -> None:
+    vocab = {token: n for n, token in enumerate(BYTE_LEVEL)}
+    model = {"type": "BPE", "vocab": vocab, "merges": [merge.split() for merge in MERGES]}
+    plain = json_file(tmp_path / "a", added_tokens=[], model=model)
+    findings = audit(plain, gguf_file(tmp_path / "a.gguf", types=[NORMAL] * len(BYTE_LEVEL))).findings
+    (fix,) = {finding.fix for finding in findings if finding.kind == "added token"}
+    assert "llama.cpp chooses some types by name" in fix
+
+
 def test_of_a_merge_that_a_gguf_lists_twice_the_first_counts(tmp_path: Path) -> None:
     """The last one counts in `tokenizers`, which would merge `a b` first."""
     tokens = [*BYTE_OF, "bc", "ab", IM_END]

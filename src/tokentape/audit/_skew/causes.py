@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import combinations
 from typing import Any
 
@@ -44,6 +44,7 @@ class TextCauses:
     def __init__(self, a: Backend, b: Backend) -> None:
         self._a, self._b = a, b
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
+        self.words = cache(self._words_of)  # to compare two vocabularies takes seconds
         self._known: list[Cause] = []
         self.differing = tokenizer_parts.differing_parts(a.facts, b.facts)
         self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
@@ -157,7 +158,7 @@ class TextCauses:
                 self._exchanged[names] = None
         return self._exchanged[names]
 
-    def words(self, name: str) -> str:
+    def _words_of(self, name: str) -> str:
         """Describe how a part, a table or a group of added tokens differs."""
         a, b = self._a.facts, self._b.facts
         if self.tables:
@@ -287,6 +288,8 @@ def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
             return (
                 "llama.cpp does not normalize text for such a vocabulary: normalize it before it reaches either side."
             )
+        if kind == "added token":
+            return "Compare the token's flags and tokenizer.ggml.token_type; llama.cpp chooses some types by name."
     return SAME_FILES if a.kind == b.kind else LOAD_THE_FILE
 
 
