@@ -33,7 +33,7 @@ def test_background_thread_that_could_not_start_is_started_with_the_next_item(mo
     done: list[int] = []
     background = BackgroundThread("t", done.append, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(threading, "_start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no memory")))
         assert not background.offer(1)
     assert background.offer(2)
     background.close()

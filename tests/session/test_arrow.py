@@ -21,6 +21,7 @@ from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape._session import arrow
 from tokentape._session.arrow import (
     ExtraNames,
+    read_rows,
     trajectories_table,
     trajectory_schema,
     write_parquet,
@@ -36,6 +37,40 @@ def test_parquet_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, 
     path = tmp_path_factory.mktemp("parquet") / "t.parquet"
     assert write_parquet(written, path) == len(written)
     assert bits(read_trajectories(path)) == bits(written)
+
+
+def damage(path: Path, column: int) -> None:
+    """Change the last byte of a column in the first row group."""
+    chunk = pq.read_metadata(path).row_group(0).column(column)
+    starts = [at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at]
+    data = bytearray(path.read_bytes())
+    data[min(starts) + chunk.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("column", ["token_ids", "provenance", "loss_mask", "logprobs", "session_id", "reward"])
+def test_a_changed_byte_of_a_column_is_found(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "t.parquet"
+    write_parquet([make_trajectory(number, 500) for number in range(3)], path)
+    names = pq.read_metadata(path).schema
+    damage(path, next(i for i in range(len(names)) if names.column(i).path.split(".")[0] == column))
+    with pytest.raises(InvalidRequest, match=r"t\.parquet: .*corrupt"):
+        read_trajectories(path)
+
+
+def test_a_damaged_parquet_file_of_others_is_called_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.parquet"
+    pq.write_table(pa.table({"text": ["a" * 500]}), path, compression="zstd")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"\x28\xb5\x2f\xfd")] ^= 1  # how Zstandard's frames begin
+    path.write_bytes(data)
+    with pytest.raises(InvalidRequest, match=r"theirs\.parquet: the file is corrupt"):
+        list(read_rows(path, ["text"]))
+
+
+def test_a_file_that_may_not_be_opened_is_not_called_corrupt(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_trajectories(tmp_path / "missing.parquet")
 
 
 def test_the_schema_is_pinned() -> None:

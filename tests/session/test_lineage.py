@@ -174,11 +174,11 @@ def test_work_grows_linearly_with_branches(
     monkeypatch.setattr("tokentape._session.lineage_branches.WINDOW", 4)
     monkeypatch.setattr("tokentape._session.lineage.WINDOW", 4)
     counts = []
-    for number in (20, 80):
+    for number in (20, 20, 80):  # Python 3.13 counts only a part of the first run
         t = Traffic(Random(0))
         shape(t, number)
         counts.append(operations(t))
-    assert counts[1] < 4.6 * counts[0]
+    assert counts[2] < 4.6 * counts[1]
 
 
 def test_each_text_is_split_into_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,6 +332,24 @@ def test_file_that_cannot_be_opened_is_an_error_and_not_a_finding(directory: Pat
     (directory / "tokentape.db-wal").mkdir()
     with pytest.raises(StoreError, match="can't be opened; expected a file"):
         verify(directory)
+
+
+def test_an_error_leaves_no_connection_open(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sqlite3.Connection] = []
+
+    def connect(*given: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(real(*given, **options))
+        return opened[-1]
+
+    real = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    (directory / "tokentape.db-wal").mkdir()
+    with pytest.raises(StoreError):
+        verify(directory)
+    assert opened
+    for connection in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.total_changes  # noqa: B018
 
 
 def test_a_finding_reads_as_a_sentence(directory: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -158,7 +159,7 @@ def write_parquet(
 
     Only one row group is in memory at a time, so `trajectories` may be a generator over any number of sessions. Pass
     `extra` with a generator, because a file's columns are fixed before its first row. For a sequence, the default None
-    collects the names. The file is compressed with Zstandard and has a page index.
+    collects the names. The file is compressed with Zstandard. It has a page index and checksums.
 
     Raises `InvalidRequest` if a trajectory has a column or payload that `extra` doesn't name.
     """
@@ -175,6 +176,7 @@ def write_parquet(
         "use_dictionary": [path for path in paths if not path.startswith(("token_ids", *numbers, PAYLOAD_PREFIX))],
         "use_byte_stream_split": [path for path in paths if path.startswith(numbers)],
         "write_page_index": True,
+        "write_page_checksum": True,
     }
     with pq.ParquetWriter(sink, trajectory_schema(extra, layout), **options) as writer:
         for group in batched(trajectories, ROW_GROUP_TOKENS, lambda row: len(row.token_ids), ROW_GROUP_ROWS):
@@ -232,15 +234,33 @@ def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]
             yield row
 
 
-def open_parquet(source: str | Path) -> pq.ParquetFile:
-    """Open a Parquet file. Raises `InvalidRequest` if the file is not Parquet."""
+@contextmanager
+def open_parquet(source: str | Path) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file, and verify the checksums of the pages that are read, if it has them.
+
+    Raises `InvalidRequest` if the file is not Parquet, and from the `with` block, if what is read there is corrupt.
+    """
     pq = parquet_library()
     from pyarrow import ArrowInvalid
 
     try:
-        return pq.ParquetFile(source)
+        file = pq.ParquetFile(source, page_checksum_verification=True)
     except ArrowInvalid:
         raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
+    except OSError as error:
+        raise _corrupt(source, error) from None
+    with file:
+        try:
+            yield file
+        except (ArrowInvalid, OSError) as error:
+            raise _corrupt(source, error) from None
+
+
+def _corrupt(source: str | Path, error: Exception) -> Exception:
+    """Return an error of the operating system, which has a number, unchanged; for one of pyarrow, `InvalidRequest`."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return InvalidRequest(f"{source}: the file is corrupt ({error}); write it again")
 
 
 def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:

@@ -148,7 +148,9 @@ def _drift_pieces(paths: Paths) -> Iterator[tuple[Path, int | None]]:
             )
         for file in files:
             if file.suffix == ".parquet":
-                yield from ((file, number) for number in range(open_parquet(file).num_row_groups))
+                with open_parquet(file) as opened:
+                    groups = opened.num_row_groups
+                yield from ((file, number) for number in range(groups))
             else:
                 yield file, None
 

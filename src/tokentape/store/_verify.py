@@ -142,16 +142,17 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
             return VerifyReport(0, 0, 0, (VerifyFinding(str(error)),))
     if postgres.is_url(str(location)):
         check = _Check(postgres.reading_engine(str(location)), postgres.explained)
-        postgres.connect(check.engine).close()  # an unreachable server is an error, not a finding about the record
     else:
         path = Path(location) / DATABASE_NAME
         if not path.is_file():
             raise StoreError(no_database(location))
         check = _Check(reading_engine(path), explained, path)
-        # A file that this user can't read is an error too.
-        with suppress(StoreCorrupt), explained(), check.engine.connect() as connection:
-            connection.exec_driver_sql("SELECT 1 FROM sqlite_master")
     try:
+        if check.path is None:
+            postgres.connect(check.engine).close()  # an unreachable server is an error, not a finding about the record
+        else:
+            with suppress(StoreCorrupt), explained(), check.engine.connect() as connection:
+                connection.exec_driver_sql("SELECT 1 FROM sqlite_master")  # so is a file that this user can't read
         for session in check.sessions_in_order():
             for visit in visits:
                 visit(session)
@@ -172,7 +173,7 @@ class _Check:
         self.findings: list[VerifyFinding] = []
         self.engine = engine
         self._explained = explained
-        self._path = path
+        self.path = path
         self._damaged = False
         self._good_setups: set[str] = set()
 
@@ -235,12 +236,12 @@ class _Check:
             self._add_finding(f"a row in {table} refers to a row that does not exist")
 
     def add_log_fault(self) -> None:
-        if self._path is not None and (fault := log_fault(self._path)):
+        if self.path is not None and (fault := log_fault(self.path)):
             self._add_finding(f"{fault}; restore a backup")
 
     def add_file_faults(self) -> None:
         """If SQLite found the file damaged, add what its header and size show."""
-        for problem in file_faults(self._path) if self._damaged and self._path else ():
+        for problem in file_faults(self.path) if self._damaged and self.path else ():
             self._add_finding(problem)
 
     def _check_snapshots(self, connection: Connection) -> None:

@@ -228,7 +228,9 @@ class FileSource:
             return
         # Raise if the file contains something else, even if it has no row group.
         next(iter_parquet(self._path), None)
-        for group in range(open_parquet(self._path).num_row_groups):
+        with open_parquet(self._path) as file:
+            groups = file.num_row_groups
+        for group in range(groups):
             for trajectory in iter_parquet(self._path, row_group=group):
                 yield group, trajectory
 
