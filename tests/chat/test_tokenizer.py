@@ -133,6 +133,12 @@ def test_an_id_outside_the_vocabulary_is_refused() -> None:
         tokenizer.token_bytes(tokenizer.vocab_size)
 
 
+@pytest.mark.parametrize("token_id", [-100, -1, 2**40])
+def test_bytes_of_a_number_that_is_no_id_are_refused(token_id: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"token id {token_id} is not in the vocabulary"):
+        load_tokenizer("qwen3").token_bytes(token_id)
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(TokenizerUnusable, match=r"found: weights\.bin"):

@@ -324,7 +324,8 @@ class Tokenizer:
             if control is not None:
                 data = control.content.encode()
             else:
-                piece = self._twin(_BLOCKS[0]).encoder.id_to_token(token_id)
+                known = 0 <= token_id < self.vocab_size
+                piece = self._twin(_BLOCKS[0]).encoder.id_to_token(token_id) if known else None
                 if piece is None:
                     raise InvalidRequest(f"token id {token_id} is not in the vocabulary of {self.vocab_size} ids")
                 data = self._piece_bytes(piece, is_text=token_id in self._normalized)

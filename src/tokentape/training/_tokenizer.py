@@ -314,10 +314,11 @@ def normal(embeddings: Rows, count: int, *, seed: int = 0) -> Rows:
 def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, Rows]) -> Rows:
     """Return the embeddings with rows for the blocks of `training` added, shape [vocab_size, dimensions].
 
-    `rows` has the new rows by block name. Old rows are copied bit for bit. Rows of ids without a token are zero, and so
-    is the padding token's row if `rows` does not have it. In a tied output layer, a zero row has the logit 0, so mask
-    the logits with `training.known` when sampling. Raises `InvalidRequest` if rows are missing, have another shape or
-    belong to an unknown block, and if `embeddings` has more rows than `training.vocab_size`.
+    `rows` has the new rows by block name. Old rows are copied bit for bit, also those of ids without a token. New rows
+    without a token are zero, and so is the padding token's row if neither `rows` nor `embeddings` has it. In a tied
+    output layer, a zero row has the logit 0, so mask the logits with `training.known` when sampling. Raises
+    `InvalidRequest` if rows are missing, have another shape or belong to an unknown block, and if `embeddings` has more
+    rows than `training.vocab_size`.
     """
     old, wide = embeddings.shape
     if old > training.vocab_size:
