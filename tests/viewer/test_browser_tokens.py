@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.viewer.conftest import HOSTILE, PARAGRAPHS, Site, reopened, until
+from tests.viewer.conftest import HOSTILE, PARAGRAPHS, Site, ask, reopened, until
 from tokentape.chat._renderer import Renderer
 from tokentape.types import Trajectory
 
@@ -250,6 +250,15 @@ def test_hostile_text_is_shown_and_not_executed(page: Page, site: Site, shot: Sh
         assert character not in shown
     assert page.locator('[data-show="U+202E"]').count() == 1
     assert page.evaluate("getComputedStyle(document.querySelector('.row .t')).unicodeBidi") == "isolate"
+
+
+def test_a_joiner_is_shown_as_a_code_if_its_token_shows_nothing_else(page: Page, site: Site) -> None:
+    ask(site.http, "joiners", [{"role": "user", "content": "a\u200cb c\ufe0e d\u3164 👩\u200d💻"}])
+    opened(page, site, "/session/joiners")
+    page.wait_for_selector(".row .g")
+    codes = page.locator(".row .u").evaluate_all("marks => marks.map((mark) => mark.dataset.show)")
+    assert [code for code in codes if code.startswith("U+")] == ["U+200C", "U+FE0E", "U+3164"]
+    assert page.locator(".row .g .whole", has_text="👩\u200d💻").count() == 1
 
 
 def test_text_that_spells_a_control_token_looks_different(page: Page, site: Site) -> None:

@@ -4,9 +4,14 @@
 import { h } from "./dom.js";
 import { CONTROL, LETTERS, SAMPLED, UNKNOWN, lastAtMost, surprise } from "./model.js";
 
-/** Invisible characters, or characters that change the text around them. Joiners are needed in scripts and emoji. */
-const UNSEEN = /(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
-const EACH_UNSEEN = new RegExp(UNSEEN, "gu");
+/** Invisible characters, or characters that change the text around them. */
+const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
+/** The same without joiners and variation selectors, which scripts and emoji need. */
+const UNSEEN = new RegExp(`(?![\\u200c\\u200d\\p{Mn}])${INVISIBLE.source}`, "gu");
+const SEEN = /[^\s\p{Cc}\p{Cf}\p{Default_Ignorable_Code_Point}]/u;
+
+/** The characters of a text to spell out: also joiners if there is nothing that they could join. */
+const unseenIn = (text) => (SEEN.test(text) ? UNSEEN : INVISIBLE);
 
 function spelled(character) {
   if (character === "\n") return "↵";
@@ -16,17 +21,18 @@ function spelled(character) {
 
 /** Text with invisible characters spelled out, for one line. */
 export function visible(text) {
-  return text.replace(EACH_UNSEEN, (character) => (character === "\n" || character === "\t" ? spelled(character) : `⟨${spelled(character)}⟩`));
+  return text.replace(unseenIn(text), (character) => (character === "\n" || character === "\t" ? spelled(character) : `⟨${spelled(character)}⟩`));
 }
 
 /** Text that can't affect the page around it. Newlines are kept. */
 function inert(text) {
-  return text.replace(EACH_UNSEEN, (character) => (character === "\n" ? "\n" : character === "\t" ? "\t" : "\ufffd"));
+  return text.replace(UNSEEN, (character) => (character === "\n" ? "\n" : character === "\t" ? "\t" : "\ufffd"));
 }
 
 /** Put a token's text into its element. A final newline is only marked: it follows the element. */
 function write(element, text) {
-  if (!UNSEEN.test(text)) {
+  const unseen = unseenIn(text);
+  if (text.search(unseen) < 0) {
     element.append(text);
     return;
   }
@@ -35,7 +41,7 @@ function write(element, text) {
   let at = 0;
   for (const character of text) {
     at += character.length;
-    if (!UNSEEN.test(character)) {
+    if (character.search(unseen) < 0) {
       plain += character;
       continue;
     }
