@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS
-from tokentape.gateway._serve import _Server, end_signals, running, serve
+from tokentape.gateway._serve import _Server, bind, end_signals, running, serve
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -60,6 +60,11 @@ def test_running_servers_do_not_share_a_port() -> None:
 def test_used_port_is_an_os_error() -> None:
     with running(APP) as url, pytest.raises(InvalidRequest, match="is taken"):
         serve(APP, port=int(url.rsplit(":", 1)[1]))
+
+
+def test_an_address_of_another_machine_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"port 0 of 192\.0\.2\.1 can't be opened \(Cannot assign"):
+        bind("192.0.2.1", 0, has_keys=True)
 
 
 def test_failed_application_startup_raises() -> None:

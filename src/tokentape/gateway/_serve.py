@@ -202,13 +202,13 @@ def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socke
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise InvalidRequest(
-            f"port {port} of {host} is taken, perhaps by another gateway; stop it, or choose a different --port (0 "
-            "chooses a free one)",
-            "port",
-        ) from None
+        if error.errno == errno.EADDRINUSE:
+            advice = "stop it, or choose a different --port (0 chooses a free one)"
+            raise InvalidRequest(
+                f"port {port} of {host} is taken, perhaps by another gateway; {advice}", "port"
+            ) from None
+        problem = f"port {port} of {host} can't be opened ({error.strerror}); choose a different --host or --port"
+        raise InvalidRequest(problem, "host") from None
     return listener
 
 
