@@ -38,6 +38,7 @@ BARE = "v if v is string else v | tojson"
 JSON = "v | tojson"
 SEMICOLONS, QUOTED_SEMICOLONS = literal(BARE, "; "), literal(JSON, "; ")
 SPACES, QUOTED_SPACES = literal(BARE, " "), literal(JSON, " ")
+UNSEPARATED = literal(JSON, "")
 ARROWS = literal(JSON, " && ", " -> ")
 PIPE = calling("<tool_call>{{ f.name }}|{{ f.arguments | tojson }}</tool_call>")
 ASCII = calling(
@@ -210,6 +211,9 @@ def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:
         (SPACES, "add(a=1 note=two words)", {"a": 1, "note": "two words"}),
         (QUOTED_SPACES, 'add(note="say "hi" then" a=2)', {"note": 'say "hi" then', "a": 2}),
         (QUOTED_SPACES, 'add(note="x )] y" a=2)', {"note": "x )] y", "a": 2}),
+        (QUOTED_SPACES, 'add(a=1, note="x", b=True)', {"a": 1, "note": "x", "b": True}),
+        (SPACES, "add(note=two, words, a=1)", {"note": "two, words", "a": 1}),
+        (UNSEPARATED, 'add(a=1, b=None,note="x")', {"a": 1, "b": None, "note": "x"}),
         (ARROWS, 'add(note -> "x && y" && a -> 2)', {"note": "x && y", "a": 2}),
         (PIPE, 'add|{"a": 1}', {"a": 1}),
         (PIPE, 'add {"a": 1}', {"a": 1}),
