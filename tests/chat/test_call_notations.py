@@ -188,6 +188,16 @@ def test_arguments_in_tags_with_text_between_them_are_not_read_as_others() -> No
     assert [call for call in reply.tool_calls if call.status == "ok"] == []
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_tag_that_opens_calls_may_begin_like_the_tag_at_the_end_of_the_prompt(step: int) -> None:
+    source = ARRAY.replace("{% if loop.first %}[", "{% if loop.first %}<call>[").replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n",
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<plan>\n",
+    )
+    reply = parsed(renderer_of(source), '<call>[{"name": "add", "arguments": {"a": 1}}]<|im_end|>', step)
+    assert (reply.content, [call.name for call in reply.tool_calls]) == ("", ["add"])
+
+
 def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:
     # LFM2 and similar Python-style templates escape nothing: f(a="g("x", y='z')") can be read as three arguments.
     checks = held(literal("'\"' ~ v ~ '\"' if v is string else v | tojson", ", "))
