@@ -61,6 +61,8 @@ def read_served_model(directory: str | Path) -> ServedModel | None:
 
 def served_tokenizer(served: ServedModel | None) -> Tokenizer | str:
     """Return the tokenizer with which a record was served, or the reason that it is not available."""
+    from tokentape.chat._tokenizer import Tokenizer
+
     if served is None:
         return "this record doesn't name the model that was served"
     if not (Path(served.folder) / "tokenizer.json").is_file():
@@ -123,7 +125,7 @@ def _served_before(served: ServedModel, tokenizer: Tokenizer) -> str | None:
         before = served_tokenizer(served)
     except TokenizerUnusable as error:
         before = str(error)
-    if isinstance(before, Tokenizer):
+    if not isinstance(before, str):
         return described(before)
     _log.warning("it is not known whether this record has ids of the same tokenizer: %s", before)
     return None
