@@ -15,7 +15,7 @@ from tokentape._opening import open_configured, open_renderer, other_sampling
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.engines._base import Timeouts
 from tokentape.engines._pool import EnginePool
-from tokentape.errors import EngineTimeout
+from tokentape.errors import EngineTimeout, EngineUnavailable
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,27 @@ def test_opening_waits_for_a_silent_server_no_longer_than_for_a_connection() -> 
         config = ServeConfig(engine=EngineConfig(kind="vllm", urls=(url,), timeouts=timeouts))
         with pytest.raises(EngineTimeout, match="timeout connect"):
             asyncio.run(open_configured(config, renderer, check=False))
+
+
+@pytest.mark.parametrize(("paused", "tries"), [(True, 3), (False, 1)])
+def test_opening_waits_for_an_engine_that_is_paused(paused: bool, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokentape._opening._WAIT_TICK_SECONDS", 0)
+    tried: list[object] = []
+
+    async def opened(openers: Mapping[str, Any]) -> str:
+        tried.append(openers)
+        if len(tried) < 3:
+            error = EngineUnavailable("503")
+            error.paused = paused
+            raise error
+        return "an engine"
+
+    monkeypatch.setattr(EnginePool, "open", opened)
+    config = ServeConfig(engine=EngineConfig(kind="vllm", urls=("http://host:1", "http://host:2")))
+    renderer: Any = None
+    if paused:
+        assert asyncio.run(open_configured(config, renderer, check=False)) == "an engine"
+    else:
+        with pytest.raises(EngineUnavailable):
+            asyncio.run(open_configured(config, renderer, check=False))
+    assert len(tried) == tries

@@ -286,10 +286,24 @@ async def open_configured(
 
     guard = _guard(config, renderer, weights_now) if check else None
     openers = {_replica_name(url): partial(_open_remote, engine, url, renderer, guard) for url in engine.urls}
-    if len(openers) == 1:
-        (opener,) = openers.values()
-        return await opener()
-    return await EnginePool.open(openers)
+    opener = partial(EnginePool.open, openers) if len(openers) > 1 else next(iter(openers.values()))
+    return await _open_when_resumed(opener, engine.wait_seconds)
+
+
+async def _open_when_resumed(opener: Callable[[], Awaitable[Engine]], seconds: float) -> Engine:
+    """Open an engine. While its server is paused, and refuses the calls that verify it, try again for `seconds`."""
+    now, logged = asyncio.get_running_loop().time, False
+    end = now() + seconds
+    while True:
+        try:
+            return await opener()
+        except EngineUnavailable as error:
+            if not error.paused or now() > end:
+                raise
+            if not logged:
+                logged = True
+                _log.info("waiting until the engine is resumed, %.0f s at most (--engine-wait)", seconds)
+            await asyncio.sleep(_WAIT_TICK_SECONDS)
 
 
 def _replica_name(url: str) -> str:

@@ -178,10 +178,14 @@ class EngineContractError(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine can't be reached, or reports that it does not accept requests now."""
+    """The engine can't be reached, or reports that it does not accept requests now.
+
+    `paused` says that the engine is paused, for example for new weights, and refused the call before it sampled.
+    """
 
     status = 503
     code = "engine_unavailable"
+    paused = False
 
 
 class EngineAborted(EngineUnavailable):

@@ -38,6 +38,7 @@ BARE = "v if v is string else v | tojson"
 JSON = "v | tojson"
 SEMICOLONS, QUOTED_SEMICOLONS = literal(BARE, "; "), literal(JSON, "; ")
 SPACES, QUOTED_SPACES = literal(BARE, " "), literal(JSON, " ")
+UNSEPARATED = literal(JSON, "")
 ARROWS = literal(JSON, " && ", " -> ")
 PIPE = calling("<tool_call>{{ f.name }}|{{ f.arguments | tojson }}</tool_call>")
 ASCII = calling(
@@ -187,6 +188,16 @@ def test_arguments_in_tags_with_text_between_them_are_not_read_as_others() -> No
     assert [call for call in reply.tool_calls if call.status == "ok"] == []
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_tag_that_opens_calls_may_begin_like_the_tag_at_the_end_of_the_prompt(step: int) -> None:
+    source = ARRAY.replace("{% if loop.first %}[", "{% if loop.first %}<call>[").replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n",
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<plan>\n",
+    )
+    reply = parsed(renderer_of(source), '<call>[{"name": "add", "arguments": {"a": 1}}]<|im_end|>', step)
+    assert (reply.content, [call.name for call in reply.tool_calls]) == ("", ["add"])
+
+
 def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:
     # LFM2 and similar Python-style templates escape nothing: f(a="g("x", y='z')") can be read as three arguments.
     checks = held(literal("'\"' ~ v ~ '\"' if v is string else v | tojson", ", "))
@@ -210,6 +221,9 @@ def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:
         (SPACES, "add(a=1 note=two words)", {"a": 1, "note": "two words"}),
         (QUOTED_SPACES, 'add(note="say "hi" then" a=2)', {"note": 'say "hi" then', "a": 2}),
         (QUOTED_SPACES, 'add(note="x )] y" a=2)', {"note": "x )] y", "a": 2}),
+        (QUOTED_SPACES, 'add(a=1, note="x", b=True)', {"a": 1, "note": "x", "b": True}),
+        (SPACES, "add(note=two, words, a=1)", {"note": "two, words", "a": 1}),
+        (UNSEPARATED, 'add(a=1, b=None,note="x")', {"a": 1, "b": None, "note": "x"}),
         (ARROWS, 'add(note -> "x && y" && a -> 2)', {"note": "x && y", "a": 2}),
         (PIPE, 'add|{"a": 1}', {"a": 1}),
         (PIPE, 'add {"a": 1}', {"a": 1}),

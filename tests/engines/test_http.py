@@ -169,6 +169,22 @@ def test_error_names_the_parameter_that_the_engine_names() -> None:
     assert caught.value.param == "logprobs"
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "paused"),
+    [
+        (503, "Generation is paused. Please retry after it resumes.", True),  # vLLM 0.33
+        (503, "The request queue is full.", False),
+        (503, None, False),
+        (429, "Generation is paused. Please retry after it resumes.", False),
+    ],
+)
+def test_error_of_a_paused_engine_says_so(status: int, message: str | None, paused: bool) -> None:
+    body = json.dumps({"error": {"message": message, "type": "ServiceUnavailableError", "code": status}}).encode()
+    with pytest.raises(EngineUnavailable) as caught:
+        call(answering(reply(status, body)), post)
+    assert caught.value.paused is paused
+
+
 def test_error_page_that_is_not_json_raises_the_error_of_its_status() -> None:
     with pytest.raises(EngineUnavailable):
         call(answering(reply(503, b"<html>\xff")), post)

@@ -144,6 +144,22 @@ def test_a_call_that_fails_before_its_first_token_is_served_by_another_replica()
     asyncio.run(run())
 
 
+def test_paused_replica_stays_available() -> None:
+    async def run() -> None:
+        replicas = [Replica(), Replica()]
+        for replica in replicas:
+            replica.error = paused = EngineUnavailable("503")
+            paused.paused = True
+        pool = await opened(*replicas)
+        with pytest.raises(EngineUnavailable) as caught:
+            await call(pool, "s")
+        assert caught.value.paused
+        assert pool.available == {"r0": True, "r1": True}
+        await pool.close()
+
+    asyncio.run(run())
+
+
 def test_call_that_fails_midway_is_left_to_the_caller_to_repeat() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]

@@ -504,6 +504,31 @@ def test_paused_engine_is_retried_until_it_resumes(
     assert (turn.completion_ids.tolist(), len(engine.requests)) == (ids, 4)
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_first_call_waits_only_for_an_engine_that_is_paused(
+    call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch, paused: bool
+) -> None:
+    monkeypatch.setattr("tokentape.gateway._sampling._RETRY_SECONDS", 0)
+    engine = Interrupted(renderer, ids)
+    plain, refusals = engine.sample, [EngineUnavailable("503"), EngineUnavailable("503")]
+    for refusal in refusals:
+        refusal.paused = paused
+
+    async def refused(*args: Any, **more: Any) -> AsyncGenerator[SampleDelta, None]:
+        if refusals:
+            raise refusals.pop()
+        async for delta in plain(*args, **more):
+            yield delta
+
+    engine.sample = refused  # type: ignore[method-assign]
+    found = call(engine)
+    if paused:
+        assert (found.turn.completion_ids.tolist(), found.turn.resumes, refusals) == (ids, (), [])
+    else:
+        assert isinstance(found.error, EngineUnavailable)
+        assert len(refusals) == 1
+
+
 def test_call_with_a_broken_connection_is_not_resumed(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     engine = Interrupted(renderer, ids)
     plain = engine.sample

@@ -66,10 +66,10 @@ class _Notation:
 def _notation(syntax: CallSyntax) -> _Notation:
     key_close = syntax.key_close.strip()
     separator = syntax.argument_separator.strip()
-    # If only white space separates arguments, a key must follow it.
+    # If the template writes only white space or nothing between arguments, a key must follow the separator.
     any_key = _KEY.pattern.replace("?P<key>", "?:")
     key = rf"{any_key}{re.escape(key_close)}"
-    before_key = re.escape(separator) or rf"\s(?={key})"
+    before_key = re.escape(separator) or rf"[\s,](?={key})"
     begun = "|".join(re.escape(separator[:n]) for n in range(1, len(separator))) or "(?!)"
     if not separator:
         begun = rf"\s{any_key}(?:{'|'.join(re.escape(key_close[:n]) for n in range(len(key_close)))})"

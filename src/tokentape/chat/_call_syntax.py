@@ -181,7 +181,11 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
 
     def region(*calls: tuple[str, str, Any]) -> str:
         text = render([QUESTION, shape.message("", calls)], False)
-        return text[common_prefix(text, prompt) :].replace(PROBE_ID, ID).replace(OTHER_PROBE_ID, ID)
+        start = common_prefix(text, prompt)
+        if start < len(prompt):
+            # The prompt ends with another tag than the one that opens calls. Both begin with `<`.
+            start = len(re.sub(r"</?\w*\Z", "", text[:start]))
+        return text[start:].replace(PROBE_ID, ID).replace(OTHER_PROBE_ID, ID)
 
     syntax = _read_single_call(region(first))
     if syntax is not None and syntax.style == "tagged":

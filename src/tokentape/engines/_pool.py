@@ -158,7 +158,8 @@ class EnginePool:
                         yield replace(delta, engine=str(engine.info))
                 return
             except (EngineUnavailable, EngineTimeout) as error:
-                _mark_down(replica, serving, error)
+                if not (isinstance(error, EngineUnavailable) and error.paused):
+                    _mark_down(replica, serving, error)
                 if begun:
                     raise
                 failure = error

@@ -25,6 +25,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 class _ErrorDetail(msgspec.Struct):
     type: object = None
     param: object = None
+    message: object = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -51,7 +52,10 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
     if status in (401, 403):
         return hopeless(f"{answer}: check the API key, and whether the server still serves this path")
     if status in (429, 502, 503):
-        return EngineUnavailable(f"{answer}: it accepts no requests now; try again later")
+        unavailable = EngineUnavailable(f"{answer}: it accepts no requests now; try again later")
+        # vLLM 0.33: "Generation is paused. Please retry after it resumes."
+        unavailable.paused = status == 503 and " is paused" in str(detail.message)
+        return unavailable
     if status in (408, 504):
         return EngineTimeout(f"{answer}: it timed out; try again")
     if 300 <= status < 400:

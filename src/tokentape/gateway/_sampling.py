@@ -156,9 +156,9 @@ class CompletionSampler:
                 async with aclosing(self._call(choice, aborts)) as events:
                     async for event in events:
                         yield event
-            except EngineUnavailable:
-                # A paused server may refuse calls until it is resumed.
-                if not aborts or len(choice.ids) > choice.part or now() > until:
+            except EngineUnavailable as error:
+                # A paused server may refuse calls until it is resumed; not every server says why.
+                if not (aborts or error.paused) or len(choice.ids) > choice.part or now() > until:
                     raise
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue

@@ -61,12 +61,12 @@ def read_served_model(directory: str | Path) -> ServedModel | None:
 
 def served_tokenizer(served: ServedModel | None) -> Tokenizer | str:
     """Return the tokenizer with which a record was served, or the reason that it is not available."""
+    from tokentape.chat._tokenizer import Tokenizer
+
     if served is None:
         return "this record doesn't name the model that was served"
     if not (Path(served.folder) / "tokenizer.json").is_file():
         return f"the tokenizer is no longer in {served.folder}"
-    from tokentape.chat._tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(served.folder)
     if tokenizer.sha256 != served.tokenizer_sha256:
         return f"the tokenizer in {served.folder} has changed since"
@@ -125,7 +125,7 @@ def _served_before(served: ServedModel, tokenizer: Tokenizer) -> str | None:
         before = served_tokenizer(served)
     except TokenizerUnusable as error:
         before = str(error)
-    if isinstance(before, str):
-        _log.warning("it is not known whether this record has ids of the same tokenizer: %s", before)
-        return None
-    return described(before)
+    if not isinstance(before, str):
+        return described(before)
+    _log.warning("it is not known whether this record has ids of the same tokenizer: %s", before)
+    return None
