@@ -231,6 +231,23 @@ def test_a_certificate_tries_compared_words_that_brackets_make_control_tokens(wo
     assert certify(in_brackets_if(f"m.content == '{word}'")).injection_safe == safe
 
 
+@pytest.mark.parametrize(
+    ("written", "safe"),
+    [
+        ("{{ '<|vision_start|>' if not text else text }}", True),
+        ("{{ '<' ~ word ~ '>' if word == '/think' else text }}", False),
+        ("{{ '<' ~ (word or '/think') ~ '>' if word in ['', '/think'] else text }}", False),
+    ],
+)
+def test_a_word_that_the_template_leaves_out_is_no_control_token(written: str, safe: bool) -> None:
+    source = (
+        "{% for m in messages %}{% set word = m.content %}{% set text = word.replace('/think', '') | trim %}"
+        f"{{{{ '<|im_start|>' ~ m.role ~ '\n' }}}}{written}"
+        "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source))).injection_safe == safe
+
+
 @pytest.mark.usefixtures("source")
 def test_name_of_a_sampled_call_creates_no_control_tokens() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")

@@ -455,15 +455,63 @@ def test_changed_end_of_content_is_not_part_of_the_suffix() -> None:
         "{% if messages | selectattr('content', 'equalto', '/deep') | list %}{% endif %}",
         "{% if m.content.startswith('/' ~ 'deep') %}{% endif %}",
         "{% if m.content in '/deep'.split(',') %}{% endif %}",
+        "{% macro has(word) %}{% if word in m.content %}{% endif %}{% endmacro %}{{ has('/deep') }}",
+        "{% macro has(word) %}{{ inner(word) }}{% endmacro %}{{ has('/deep') }}"
+        "{% macro inner(word) %}{{ word }}{{ word in m.content }}{% endmacro %}",
+        "{% macro put(word) %}{{ word }}{% endmacro %}{% if put('/deep') in m.content %}{% endif %}",
+        "{% macro put(word) %}{{ word }}{% endmacro %}{% set x %}{{ put('/deep') }}{% endset %}{{ x in m.content }}",
+        "{% set word = '/deep' %}{% macro put() %}{{ word }}{% endmacro %}{{ put() in m.content }}",
+        "{% macro put(word) %}{{ word }}{% endmacro %}{% macro put(word) %}{{ word in m.content }}{% endmacro %}"
+        "{{ put('/deep') }}",
+        "{% macro put(words) %}{% for w in words %}{{ w }}{{ w in m.content }}{% endfor %}{% endmacro %}"
+        "{{ put(['/deep']) }}",
+        "{% for w in ['/deep'] %}{{ w }}{% if loop.previtem in m.content %}{% endif %}{% endfor %}",
+        "{% macro put(word) %}{{ word | replace(m.content, '') }}{% endmacro %}{{ put('/deep') }}",
+        "{% set mode = m.content %}{% set other = mode | trim %}{% if other == '/deep' %}{% endif %}",
+        "{% set ns = namespace(mode='') %}{% set ns.mode = m.content %}{% if ns.mode == '/deep' %}{% endif %}",
     ],
 )
 def test_words_are_found_wherever_a_template_may_compare_them(compares: str) -> None:
+    compares = f"{{% for m in messages %}}{compares}{{% endfor %}}"
     assert "/deep" in compared(parse_template(compares)).strings
 
 
 def test_texts_that_are_only_written_are_not_tried() -> None:
     source = "{% set name = 'Written' %}{{ name }}{{ 'A' if n else 'B' }}{{ 'C' ~ n }}{{ raise_exception('D') }}"
     assert compared(parse_template(source)).strings == ()
+
+
+TAGS = (
+    "{% macro escaped(value) %}{{ value | string | replace('&', '+') }}{% endmacro %}"
+    "{% macro kind(value) %}{{ 'text' if value is string else 'data' }}{% endmacro %}"
+    "{% macro tag(name, pairs) %}{{ '<' + name }}{% for pair in pairs %}{{ pair[0] + escaped(pair[1]) }}{% endfor %}"
+    "{% endmacro %}{% for m in messages %}{% set pairs = [('who', m.role)] %}{% set pairs = pairs + [('is', 'one')] %}"
+    "{{ tag('message', pairs) }}{{ tag('think' if m.thought else 'say', [('as', kind(m.content))]) }}{% endfor %}"
+)
+
+
+def test_texts_that_macros_only_write_are_not_tried() -> None:
+    assert ChatTemplate(TAGS).compared.strings == ("&", "+")
+
+
+def test_words_compared_with_template_kwargs_are_not_tried() -> None:
+    source = (
+        "{% if effort is undefined %}{% set effort = format.kind or 'max' %}{% endif %}{% set level = effort | lower %}"
+        "{% if level in ['low', 'high'] or choice == 'none' %}{{ level }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert ChatTemplate(source).compared.strings == ("max",)
+
+
+def test_types_of_parts_are_not_tried() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}{{ p.type in ['image', 'photo'] }}{% endfor %}{% endfor %}"
+    assert ChatTemplate(source).compared.strings == ()
+
+
+def test_a_long_chain_of_variables_is_read_in_bounded_time() -> None:
+    chain = "".join(f"{{% set a{n} = a{n + 1} %}}" for n in range(200))
+    source = chain + "{% set a200 = messages[0].content %}{% if a0 == '/deep' %}{% endif %}"
+    assert compared(parse_template(source)).strings == ("/deep",)
 
 
 def test_calls_before_content_do_not_make_a_bridge_depend_on_the_history() -> None:

@@ -272,11 +272,8 @@ def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
         if what == "tools" and not setup.tools:
             # The template refuses tools; it does not drop them.
             continue
-        try:
-            text = _prompt(renderer, messages, setup)
-        except TemplateRefused:
-            continue
-        if word not in text:
+        text = _prompt_or_nothing(renderer, messages, setup)
+        if text and word not in text:
             yield what
 
 
@@ -287,16 +284,26 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
     # Words that the template compares are not escaped, also if brackets around them would make control tokens.
     inner = {word for control in controls for word in without_brackets(control.content)}
     compared = sorted(inner.intersection(renderer.template.constants.strings))
-    texts = [*(control.content for control in sample[:24]), *compared]
-    for plain, *armed in zip(grammar.conversations_with("word"), *map(grammar.conversations_with, texts), strict=True):
-        try:
-            expected = MARK.findall(_prompt(renderer, plain, setup))
-        except TemplateRefused:
-            continue
-        for conversation in armed:
-            if MARK.findall(_prompt(renderer, conversation, setup)) != expected:
+
+    def prompts(text: str) -> list[str]:
+        return [_prompt_or_nothing(renderer, messages, setup) for messages in grammar.conversations_with(text)]
+
+    usual, empty = prompts("word"), prompts("")
+    for text in (*(control.content for control in sample[:24]), *compared):
+        twice = prompts(f"{text} {text}") if text in compared else usual
+        for prompt, plain, *others in zip(prompts(text), usual, empty, twice, strict=True):
+            # A template that leaves out a word may then write control tokens of its own, as for an empty text.
+            left_out = text in compared and all(other == prompt for other in others)
+            if prompt and plain and MARK.findall(prompt) != MARK.findall(plain) and not left_out:
                 return False
     return True
+
+
+def _prompt_or_nothing(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> str:
+    """Return a conversation and the generation prompt; empty if the template refuses it."""
+    with contextlib.suppress(TemplateRefused):
+        return _prompt(renderer, messages, setup)
+    return ""
 
 
 def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup, date: str | None = None) -> str:

@@ -22,6 +22,9 @@ _NOT_TEXT = ("role", "type", "name", "format")
 """Keys in messages and schemas whose values are not callers' text."""
 _NAMING = {"selectattr": 2, "rejectattr": 2, "map": 1, "select": 1, "reject": 1}
 """How many of a filter's first arguments name fields, tests or filters."""
+_KEEPING = ("string", "trim", "replace")
+_CALLERS = {"messages", "tools", "documents", "loop", "self", "caller", "varargs", "kwargs", "namespace"}
+"""Variables that may contain callers' text."""
 
 
 class Compared(NamedTuple):
@@ -45,27 +48,30 @@ NOTHING_COMPARED = Compared((), (), 0, 0, 1)
 
 
 class Noting(NodeTransformer):
-    """Adds a filter `noted` to what a template compares, looks for or passes to filters, unless it is a constant."""
+    """Adds a filter `noted` to what a template compares, looks for or passes on, unless it is a constant or written."""
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802 - the name is jinja2's
+    def visit_Template(self, node: nodes.Template) -> nodes.Template:  # noqa: N802 - the name is jinja2's
+        self._written = {id(each) for each in _only_written(node)}
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
         self.generic_visit(node)
-        node.expr = _noted(node.expr)
+        node.expr = self._noted(node.expr)
         for operand in node.ops:
-            operand.expr = _noted(operand.expr)
+            operand.expr = self._noted(operand.expr)
         return node
 
     def visit_Call(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Expr:  # noqa: N802
         self.generic_visit(node)
-        node.args = [_noted(argument) for argument in node.args]
+        node.args = [self._noted(argument) for argument in node.args]
         return node
 
     visit_Filter = visit_Test = visit_Call  # noqa: N815
 
-
-def _noted(node: nodes.Expr) -> nodes.Expr:
-    return (
-        node if isinstance(node, nodes.Const) else nodes.Filter(node, "noted", [], [], None, None, lineno=node.lineno)
-    )
+    def _noted(self, node: nodes.Expr) -> nodes.Expr:
+        constant = {type(node), *map(type, node.iter_child_nodes())} <= {nodes.Const, nodes.List, nodes.Tuple}
+        left = constant or id(node) in self._written
+        return node if left else nodes.Filter(node, "noted", [], [], None, None, lineno=node.lineno)
 
 
 def compared(template: nodes.Template) -> Compared:
@@ -110,13 +116,7 @@ def _strings_read(template: nodes.Template) -> list[str]:
     A template may compare any other with a text, also by way of variables, dicts, macros and filters. Names of fields
     that it reads, such as `content`, are left out too, unless it compares them, or puts them in a list or a call.
     """
-    loaded = Counter(name.name for name in template.find_all(nodes.Name) if name.ctx == "load")
-    written = [node for output in template.find_all(nodes.Output) for node in _written(output)]
-    loaded.subtract(node.name for node in written if isinstance(node, nodes.Name))
-    for assignment in template.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and loaded[assignment.target.name] <= 0:
-            written += _written(nodes.Output([assignment.node]))
-    skipped = {id(node) for node in (*written, *_no_texts(template))}
+    skipped = {id(node) for node in (*_only_written(template), *_no_texts(template))}
     fields = {_field(item) for item in template.find_all((nodes.Getattr, nodes.Getitem))}
     lists = (node.node for node in template.find_all(nodes.Assign) if isinstance(node.node, nodes.Literal))
     for used in (*template.find_all((nodes.Compare, nodes.Call, nodes.Test)), *lists):
@@ -130,23 +130,76 @@ def is_text(value: str) -> bool:
     return bool(value.strip()) and len(value) <= _LONGEST and value not in _ROLES
 
 
-def _written(node: nodes.Node) -> Iterator[nodes.Node]:
-    """Yield the expressions in an output, or joined in one, of which the template writes the value."""
+def _only_written(template: nodes.Template) -> list[nodes.Node]:
+    """Return the expressions of which a template only writes the value, also by way of variables and macros."""
+    macros, names = list(template.find_all(nodes.Macro)), list(template.find_all(nodes.Name))
+    variables = {id(name): name.name for name in names}
+    for macro in macros:  # A macro within another comes after it.
+        own = {parameter.name for parameter in macro.args}
+        variables |= {id(n): f"{macro.name} {n.name}" for n in macro.find_all(nodes.Name) if n.name in own}
+    set_names = Counter(["caller", "loop", *(m.name for m in macros), *(n.name for n in names if n.ctx != "load")])
+    called = {macro.name: macro for macro in macros if set_names[macro.name] == 1}
+
+    def parts(node: nodes.Node) -> Iterator[nodes.Node]:
+        inner: list[nodes.Node] = []
+        if isinstance(node, nodes.Output | nodes.Concat | nodes.Add | nodes.CondExpr | nodes.List | nodes.Tuple):
+            inner += node.iter_child_nodes(exclude=["test"])
+        elif isinstance(node, nodes.Getitem) or (isinstance(node, nodes.Filter) and node.name in _KEEPING):
+            if {*map(type, node.iter_child_nodes(exclude=["node"]))} <= {nodes.Const}:
+                inner += node.iter_child_nodes(only=["node"])
+        elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name in called:
+            given = zip(called[node.node.name].args, node.args, strict=False)
+            inner += [node.node, *(value for parameter, value in given if variables[id(parameter)] in written)]
+        yield from (node, *(each for part in inner for each in parts(part)))
+
+    # Nothing else reads these variables. Among them are parameters, and names of macros (for what these return).
+    flows, written = list(_flows(template, "")), {"", *variables.values()}
+    for _ in range(_MOST):
+        found: list[nodes.Node] = []
+        for target, value in flows:
+            if (target if isinstance(target, str) else variables[id(target)]) in written:
+                found += parts(value)
+            elif isinstance(value, nodes.Output):  # `Noting` finds what macros and blocks return.
+                found += (node for node in value.nodes if isinstance(node, nodes.Const))
+        known = {id(node) for node in found}
+        read = {variables[id(name)] for name in names if name.ctx == "load" and id(name) not in known}
+        if written.isdisjoint(read):
+            return found
+        written -= read
+    return []
+
+
+def _flows(node: nodes.Node, returned: str) -> Iterator[tuple[nodes.Name | str, nodes.Node]]:
+    """Yield (variable, expression) for what is set, looped over or written. What is written goes to `returned`."""
     for child in node.iter_child_nodes():
-        if isinstance(child, nodes.Concat | nodes.Add):
-            yield from _written(child)
-        elif isinstance(child, nodes.CondExpr):
-            yield from _written(nodes.Output([child.expr1, *filter(None, [child.expr2])]))
-        else:
-            yield child
+        if isinstance(child, nodes.Assign | nodes.For) and isinstance(child.target, nodes.Name):
+            if not any(read.attr in ("previtem", "nextitem") for read in child.find_all(nodes.Getattr)):
+                yield child.target, child.node if isinstance(child, nodes.Assign) else child.iter
+        elif isinstance(child, nodes.Output):
+            yield returned, child
+        block = isinstance(child, nodes.AssignBlock | nodes.FilterBlock | nodes.CallBlock | nodes.Block)
+        yield from _flows(child, child.name if isinstance(child, nodes.Macro) else "?" if block else returned)
+
+
+def _with_callers_text(template: nodes.Template) -> set[str]:
+    """Return the variables that may contain callers' text, unlike template kwargs and what is made of them."""
+    flows = {id(to): (to, nodes.Output([value])) for to, value in _flows(template, "") if isinstance(to, nodes.Name)}
+    others = (name for name in template.find_all(nodes.Name) if name.ctx != "load" and id(name) not in flows)
+    found = _CALLERS.union((name.name for name in others), (macro.name for macro in template.find_all(nodes.Macro)))
+    read = [(to.name, {name.name for name in value.find_all(nodes.Name)}) for to, value in flows.values()]
+    for _ in range(_MOST):
+        before, found = found, found.union(to for to, values in read if not found.isdisjoint(values))
+        if found == before:
+            return found
+    return {name.name for name in template.find_all(nodes.Name)}
 
 
 def _no_texts(template: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield constants that are compared with roles, types or names, keys that are looked up, and errors."""
+    """Yield constants compared with roles, types, names or template kwargs, keys that are looked up, and errors."""
+    callers = _with_callers_text(template)
     for compared in template.find_all(nodes.Compare):
         sides = [compared.expr, *(operand.expr for operand in compared.ops)]
-        if any(map(_holds_no_text, sides)):
-            yield from sides
+        if any(map(_holds_no_text, sides)) or not any(n.name in callers for n in compared.find_all(nodes.Name)):
             yield from compared.find_all(nodes.Const)
     yield from (item.arg for item in template.find_all(nodes.Getitem))
     for applied in template.find_all(nodes.Filter):
