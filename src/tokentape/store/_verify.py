@@ -16,6 +16,7 @@ from tokentape.chat._media import image_parts
 from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import _postgres as postgres
 from tokentape.store import _schema as schema
+from tokentape.store import _sqlite as sqlite
 from tokentape.store._archive import is_archive, restored, runs_without_manifest
 from tokentape.store._checks import chained, per_token_faults, schema_faults, turn_faults
 from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead, read_head
@@ -24,15 +25,6 @@ from tokentape.store._location import refuse_output
 from tokentape.store._reads import TOKENS_AT_ONCE, together
 from tokentape.store._rows import decode, decode_all
 from tokentape.store._snapshots import decode_snapshot
-from tokentape.store._sqlite import (
-    DATABASE_NAME,
-    SHOWN_BY_VERIFY,
-    explained,
-    file_faults,
-    log_fault,
-    no_database,
-    reading_engine,
-)
 from tokentape.types import RecordedReply, Turn, TurnColumn, TurnPayload
 
 _RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Any]]]
@@ -140,18 +132,18 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
             return replace(report, findings=(*report.findings, *unread))
         except StoreCorrupt as error:
             return VerifyReport(0, 0, 0, (VerifyFinding(str(error)),))
+    path = Path(location) / sqlite.DATABASE_NAME
     if postgres.is_url(str(location)):
         check = _Check(postgres.reading_engine(str(location)), postgres.explained)
+    elif path.is_file():
+        check = _Check(sqlite.reading_engine(path), sqlite.explained, path)
     else:
-        path = Path(location) / DATABASE_NAME
-        if not path.is_file():
-            raise StoreError(no_database(location))
-        check = _Check(reading_engine(path), explained, path)
+        raise StoreError(sqlite.no_database(location))
     try:
         if check.path is None:
             postgres.connect(check.engine).close()  # an unreachable server is an error, not a finding about the record
         else:
-            with suppress(StoreCorrupt), explained(), check.engine.connect() as connection:
+            with suppress(StoreCorrupt), sqlite.explained(), check.engine.connect() as connection:
                 connection.exec_driver_sql("SELECT 1 FROM sqlite_master")  # so is a file that this user can't read
         for session in check.sessions_in_order():
             for visit in visits:
@@ -236,12 +228,12 @@ class _Check:
             self._add_finding(f"a row in {table} refers to a row that does not exist")
 
     def add_log_fault(self) -> None:
-        if self.path is not None and (fault := log_fault(self.path)):
+        if self.path is not None and (fault := sqlite.log_fault(self.path)):
             self._add_finding(f"{fault}; restore a backup")
 
     def add_file_faults(self) -> None:
         """If SQLite found the file damaged, add what its header and size show."""
-        for problem in file_faults(self.path) if self._damaged and self.path else ():
+        for problem in sqlite.file_faults(self.path) if self._damaged and self.path else ():
             self._add_finding(problem)
 
     def _check_snapshots(self, connection: Connection) -> None:
@@ -369,9 +361,9 @@ class _Check:
                 yield
         except StoreError as error:
             problem = str(error)
-            if SHOWN_BY_VERIFY in problem:
+            if sqlite.SHOWN_BY_VERIFY in problem:
                 self._damaged = True
-                problem = problem.replace(SHOWN_BY_VERIFY, "; restore it from a backup or an archive")
+                problem = problem.replace(sqlite.SHOWN_BY_VERIFY, "; restore it from a backup or an archive")
             self._add_finding(problem, session_id, turn)
         except Exception as error:
             # A damaged row may contain values of any type, and an index may point anywhere.
