@@ -91,6 +91,11 @@ def lost_words(
         # So is a header that the completion truncates.
         begin = re.escape(renderer.tokenizer.spell_marks(form.channels.part_close + form.header[:2]))
         text = re.sub(rf"{begin}(?:(?!{re.escape(closing)}).)*\Z", "", text, flags=re.DOTALL)
+    if form.calls is not None and form.calls.nested is not None:
+        # In a parameter that the schema calls a list, as in vLLM's parser, the tags of items are labels with any name.
+        text = re.sub(
+            r"(?<=<tags>).*?(?=</tags>|\Z)", lambda found: re.sub(r"</?\w+>", "", found[0]), text, flags=re.DOTALL
+        )
     close = form.content_close.last.strip()
     for stop in [*stop_strings, *([close] if close and not MARK.search(close) else [])]:
         text = text.partition(stop)[0]
