@@ -227,9 +227,11 @@ def access(config: ServeConfig) -> Iterator[CheckResult]:
         try:
             bind(config.host, config.port, bool(keys)).close()
         except InvalidRequest as error:
-            yield CheckResult("port", "warn", str(error), "If it is the gateway of this record, nothing is wrong.")
-        except OSError as error:
-            yield CheckResult("host", "fail", f"can't listen on {config.host}: {error}", "Use 127.0.0.1 or 0.0.0.0.")
+            if error.param == "port":
+                yield CheckResult("port", "warn", str(error), "If it is the gateway of this record, nothing is wrong.")
+            else:
+                found = f"can't listen on {config.host}: {error}"
+                yield CheckResult("host", "fail", found, "Use 127.0.0.1 or 0.0.0.0.")
     for path in (config.keys_file, config.admin_keys_file):
         if path is not None and stat.S_IMODE(path.stat().st_mode) & 0o077:
             yield CheckResult("keys", "warn", f"{path} can be read by other users", f"Run: chmod 600 {path}")
