@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tokentape._opening import open_configured, open_renderer, other_sampling
+from tokentape._opening import open_captured, open_configured, open_renderer, other_sampling
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.engines._base import Timeouts
 from tokentape.engines._pool import EnginePool
+from tokentape.engines._vllm_chat import VllmChatServer
 from tokentape.errors import EngineTimeout, EngineUnavailable
 
 
@@ -94,3 +95,23 @@ def test_opening_waits_for_an_engine_that_is_paused(paused: bool, tries: int, mo
         with pytest.raises(EngineUnavailable):
             asyncio.run(open_configured(config, renderer, check=False))
     assert len(tried) == tries
+
+
+def test_opening_waits_for_a_paused_server_that_renders(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokentape._opening._WAIT_TICK_SECONDS", 0)
+    refusals = [EngineUnavailable("503"), EngineUnavailable("503")]
+
+    async def opened(url: str, **_: Any) -> str:
+        if not refusals:
+            return "a server"
+        refusals[0].paused = True
+        raise refusals.pop(0)
+
+    async def guarded(server: Any) -> Any:
+        return server
+
+    monkeypatch.setattr(VllmChatServer, "open", opened)
+    monkeypatch.setattr("tokentape._opening._guard", lambda *_: guarded)
+    config = ServeConfig(model=model_dir, engine=EngineConfig(kind="vllm", urls=("http://host:1",), capture=True))
+    renderer: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=1))
+    assert asyncio.run(open_captured(config, renderer)) == "a server"

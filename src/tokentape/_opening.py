@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -52,6 +52,7 @@ _SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)
 """The gateway's sampling defaults, and other values with the same meaning."""
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
+_Opened = TypeVar("_Opened", bound=Engine)
 
 
 def model_folder(config: ServeConfig) -> Path:
@@ -245,13 +246,15 @@ async def open_captured(
     from tokentape.engines._vllm_chat import VllmChatServer
 
     (url,) = config.engine.urls
-    server = await VllmChatServer.open(
+    opener = partial(
+        VllmChatServer.open,
         url,
         vocab_size=renderer.tokenizer.vocab_size,
         model=config.engine.model,
         api_key=config.engine.api_key,
         timeouts=config.engine.timeouts,
     )
+    server = await _open_when_resumed(opener, config.engine.wait_seconds)
     return await _guard(config, renderer, weights_now)(server)
 
 
@@ -290,7 +293,7 @@ async def open_configured(
     return await _open_when_resumed(opener, engine.wait_seconds)
 
 
-async def _open_when_resumed(opener: Callable[[], Awaitable[Engine]], seconds: float) -> Engine:
+async def _open_when_resumed(opener: Callable[[], Awaitable[_Opened]], seconds: float) -> _Opened:
     """Open an engine. While its server is paused, and refuses the calls that verify it, try again for `seconds`."""
     now, logged = asyncio.get_running_loop().time, False
     end = now() + seconds

@@ -237,6 +237,7 @@ def test_a_certificate_tries_compared_words_that_brackets_make_control_tokens(wo
         ("{{ '<|vision_start|>' if not text else text }}", True),
         ("{{ '<' ~ word ~ '>' if word == '/think' else text }}", False),
         ("{{ '<' ~ (word or '/think') ~ '>' if word in ['', '/think'] else text }}", False),
+        ("{{ '<|vision_start|>' if not word or '/think' in word.split() else text }}", False),
     ],
 )
 def test_a_word_that_the_template_leaves_out_is_no_control_token(written: str, safe: bool) -> None:

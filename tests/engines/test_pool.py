@@ -144,12 +144,42 @@ def test_a_call_that_fails_before_its_first_token_is_served_by_another_replica()
     asyncio.run(run())
 
 
+def paused_error() -> EngineUnavailable:
+    error = EngineUnavailable("503")
+    error.paused = True
+    return error
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_paused_replica_can_be_waited_for_wherever_a_dead_one_is(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        paused, dead = replicas = Replica(), Replica()
+        order = replicas if first == 0 else replicas[::-1]
+        pool = await opened(*order)
+        paused.error, dead.error = paused_error(), EngineUnavailable("connection refused")
+        monkeypatch.setattr(pool, "_ranked", lambda _: pool._replicas)
+        with pytest.raises(EngineUnavailable) as caught:
+            await call(pool, "s")
+        assert caught.value.paused
+        assert (paused.calls, dead.calls) == (1, 1)
+        await pool.close()
+
+        async def refuse() -> Replica:
+            raise paused_error()
+
+        paused.open, dead.down = refuse, True  # type: ignore[method-assign]
+        with pytest.raises(EngineUnavailable) as caught:
+            await opened(*order)
+        assert caught.value.paused
+
+    asyncio.run(run())
+
+
 def test_paused_replica_stays_available() -> None:
     async def run() -> None:
         replicas = [Replica(), Replica()]
         for replica in replicas:
-            replica.error = paused = EngineUnavailable("503")
-            paused.paused = True
+            replica.error = paused_error()
         pool = await opened(*replicas)
         with pytest.raises(EngineUnavailable) as caught:
             await call(pool, "s")

@@ -167,6 +167,32 @@ def test_every_choice_of_a_drifted_prompt_is_captured_with_drift(
     assert verdicts == ["captured", "forked: sibling", *["captured with drift"] * 2]
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_first_call_waits_only_for_a_server_that_is_paused(
+    turns: Turns, server: RenderingServer, monkeypatch: pytest.MonkeyPatch, paused: bool
+) -> None:
+    monkeypatch.setattr("tokentape.gateway._turns.RETRY_SECONDS", 0)
+    plain, refusals = server.begin, [EngineUnavailable("503"), EngineUnavailable("503")]
+    for refusal in refusals:
+        refusal.paused = paused
+
+    async def refused(*args: Any, **more: Any) -> StartedCompletion:
+        if refusals:
+            raise refusals.pop()
+        assert turns.gate.calls.count == 1
+        return await plain(*args, **more)
+
+    monkeypatch.setattr(server, "begin", refused)
+    if paused:
+        assert len(converse(turns, ["a"])) == 1
+        assert refusals == []
+    else:
+        with pytest.raises(EngineUnavailable):
+            converse(turns, ["a"])
+        assert len(refusals) == 1
+    assert turns.gate.calls.count == 0
+
+
 @pytest.mark.parametrize("token_id", [-1, 1 << 20])
 def test_prompt_with_an_id_outside_the_vocabulary_is_refused(
     turns: Turns, server: RenderingServer, store: SqliteStore, token_id: int

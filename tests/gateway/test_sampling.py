@@ -367,6 +367,16 @@ def test_resume_request_has_the_remaining_limits(call: Caller, renderer: Rendere
     assert (turn.sampling["max_tokens"], turn.sampling["seed"]) == (20, 3)
 
 
+def test_a_refused_resume_is_recorded_with_one_seed(
+    call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokentape.gateway._sampling.RETRY_SECONDS", 0)
+    engine = Interrupted(renderer, ids, [4, 6], refuses=[EngineUnavailable("503"), EngineUnavailable("503")])
+    turn = call(engine, SamplingParams(max_tokens=20, seed=3)).turn
+    seeds = list(dict.fromkeys(params.seed for _, params, _ in engine.requests))
+    assert (turn.sampling["resume_seeds"], len(turn.resumes), len(seeds)) == (seeds[1:], 2, 3)
+
+
 def test_every_parameter_is_classified_for_resuming() -> None:
     # For a new parameter, check `rest_params` and `resume_obstacle`: does its effect depend on sampled tokens?
     each_token = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "top_logprobs", "supports"}
@@ -498,7 +508,7 @@ def test_logprob_kind_is_unknown_after_a_server_changes_its_mode(
 def test_paused_engine_is_retried_until_it_resumes(
     call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokentape.gateway._sampling._RETRY_SECONDS", 0)
+    monkeypatch.setattr("tokentape.gateway._sampling.RETRY_SECONDS", 0)
     engine = Interrupted(renderer, ids, [3], refuses=[EngineUnavailable("paused")] * 2)
     turn = call(engine).turn
     assert (turn.completion_ids.tolist(), len(engine.requests)) == (ids, 4)
@@ -508,7 +518,7 @@ def test_paused_engine_is_retried_until_it_resumes(
 def test_first_call_waits_only_for_an_engine_that_is_paused(
     call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch, paused: bool
 ) -> None:
-    monkeypatch.setattr("tokentape.gateway._sampling._RETRY_SECONDS", 0)
+    monkeypatch.setattr("tokentape.gateway._sampling.RETRY_SECONDS", 0)
     engine = Interrupted(renderer, ids)
     plain, refusals = engine.sample, [EngineUnavailable("503"), EngineUnavailable("503")]
     for refusal in refusals:

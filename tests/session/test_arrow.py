@@ -71,6 +71,10 @@ def test_a_damaged_parquet_file_of_others_is_called_corrupt(tmp_path: Path) -> N
 def test_a_file_that_may_not_be_opened_is_not_called_corrupt(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_trajectories(tmp_path / "missing.parquet")
+    folder = tmp_path / "folder.parquet"
+    folder.mkdir()
+    with pytest.raises(InvalidRequest, match=r"folder\.parquet is a folder, expected a Parquet file"):
+        list(read_rows(folder, ["text"]))
 
 
 def test_the_schema_is_pinned() -> None:

@@ -243,6 +243,8 @@ def open_parquet(source: str | Path) -> Iterator[pq.ParquetFile]:
     pq = parquet_library()
     from pyarrow import ArrowInvalid
 
+    if Path(source).is_dir():
+        raise InvalidRequest(f"{source} is a folder, expected a Parquet file")
     try:
         file = pq.ParquetFile(source, page_checksum_verification=True)
     except ArrowInvalid:

@@ -290,12 +290,13 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
 
     usual, empty = prompts("word"), prompts("")
     for text in (*(control.content for control in sample[:24]), *compared):
-        twice = prompts(f"{text} {text}") if text in compared else usual
-        for prompt, plain, *others in zip(prompts(text), usual, empty, twice, strict=True):
+        twice, joined = (prompts(f"{text} {more}") if text in compared else usual for more in (text, "word"))
+        for prompt, plain, other, *others in zip(prompts(text), usual, joined, empty, twice, strict=True):
             # A template that leaves out a word may then write control tokens of its own, as for an empty text.
-            left_out = text in compared and all(other == prompt for other in others)
-            if prompt and plain and MARK.findall(prompt) != MARK.findall(plain) and not left_out:
-                return False
+            left_out = text in compared and all(each == prompt for each in others)
+            for tried in (other,) if left_out else (other, prompt):
+                if tried and plain and MARK.findall(tried) != MARK.findall(plain):
+                    return False
     return True
 
 

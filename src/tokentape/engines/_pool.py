@@ -82,7 +82,7 @@ class EnginePool:
         Raises:
             InvalidRequest: there are no replicas, a replica serves the wrong model, or two replicas have different
                 models, vocabularies or logprobs modes.
-            EngineError: no replica can be opened. The first replica's error is raised.
+            EngineError: no replica can be opened. The first replica's error is raised, or that of one that is paused.
 
         """
         replicas = [_Replica(name, opener) for name, opener in openers.items()]
@@ -103,7 +103,7 @@ class EnginePool:
         try:
             wrong = [failure for failure in failures if isinstance(failure, InvalidRequest)]
             if wrong or not opened:
-                raise (wrong or failures)[0]
+                raise next(iter(wrong or filter(_is_paused, failures)), failures[0])
             for name, engine in opened.items():
                 _refuse_different(name, engine.info, engines[0].info)
         except BaseException:
@@ -158,11 +158,12 @@ class EnginePool:
                         yield replace(delta, engine=str(engine.info))
                 return
             except (EngineUnavailable, EngineTimeout) as error:
-                if not (isinstance(error, EngineUnavailable) and error.paused):
+                if not _is_paused(error):
                     _mark_down(replica, serving, error)
                 if begun:
                     raise
-                failure = error
+                if not _is_paused(failure):  # otherwise the caller can wait
+                    failure = error
             except InvalidRequest as error:
                 if begun:
                     raise
@@ -263,6 +264,10 @@ class EnginePool:
         else:
             replica.serving = _Serving(engine)
             _log.warning("engine replica %s is back after %.0f s", replica.name, time.monotonic() - replica.down_since)
+
+
+def _is_paused(error: BaseException | None) -> bool:
+    return isinstance(error, EngineUnavailable) and error.paused
 
 
 def _mark_down(replica: _Replica, serving: _Serving, error: TokentapeError) -> None:

@@ -36,7 +36,7 @@ _log = logging.getLogger("tokentape.gateway")
 
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 _LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8. An id has at least one byte."""
@@ -160,7 +160,7 @@ class CompletionSampler:
                 # A paused server may refuse calls until it is resumed; not every server says why.
                 if not (aborts or error.paused) or len(choice.ids) > choice.part or now() > until:
                     raise
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
                 continue
             if choice.finish_reason is None:
                 raise EngineUnavailable("the engine stopped answering before it finished; send it again")
@@ -315,7 +315,8 @@ class CompletionSampler:
             ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])
             params = rest_params(params, len(choice.ids), choice.payloads_due())
             if params.seed is not None:
-                choice.notes.setdefault("resume_seeds", []).append(params.seed)
+                # One per resume: a paused server may refuse the call several times.
+                choice.notes.setdefault("resume_seeds", [])[len(choice.resumes) - 1 :] = [params.seed]
             # Stream, because the engine would not stop at a stop string that begins before the abort.
             stream = stream or not finder.passed
         if finder.whole:

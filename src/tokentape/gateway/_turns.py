@@ -24,9 +24,9 @@ from tokentape._session.tree import ContinuationPoint, Session
 from tokentape.chat._parse import PlainReader, ReplyParser
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._splice import History, StopMismatch
-from tokentape.engines._base import ChatServer, Engine, KeepsSessions, MediaEngine
+from tokentape.engines._base import ChatServer, Engine, KeepsSessions, MediaEngine, SamplingParams
 from tokentape.engines._distributions import truncates
-from tokentape.errors import CommitRace, EngineContractError, EngineError
+from tokentape.errors import CommitRace, EngineContractError, EngineError, EngineUnavailable
 from tokentape.gateway._bridge_checks import BridgeChecks
 from tokentape.gateway._choices import Choice, Sample, ServerRenderedCall, sample_together
 from tokentape.gateway._events import InFlightCall, TurnEvent, TurnRequest, TurnStarted
@@ -36,7 +36,7 @@ from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway._recording import Recorder, replayed
-from tokentape.gateway._sampling import CompletionSampler
+from tokentape.gateway._sampling import RETRY_SECONDS, CompletionSampler
 from tokentape.gateway._session_cache import OpenSession, SessionCache, not_found
 from tokentape.gateway._telemetry import Telemetry
 from tokentape.gateway._unread import UnreadMarks
@@ -276,11 +276,8 @@ class Turns:
             sample: Sample = self.engine.sample
             captured = None
             if self._capture is not None and request.prompt_ids is None:
-                # Pass the gate first: the server reports its prompt only when it begins to sample.
-                await self.gate.opened()
-                stack.enter_context(self.gate.passed())
                 captured = ServerRenderedCall(self._capture, request)
-                prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
+                prompt_ids = await self._begin(captured, stack, self._prompts.sampling(request, setup, 0))
                 check_ids([int(prompt_ids.min()), int(prompt_ids.max())] if len(prompt_ids) else [], self.vocab_size)
                 prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
                 sample = captured.sample
@@ -300,6 +297,25 @@ class Turns:
             finally:
                 # Count the tokens even if all clients have disconnected.
                 self.calls.spend(request.owner, [prompt.ids, *[choice.ids for choice in choices]])
+
+    async def _begin(self, captured: ServerRenderedCall, stack: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
+        """Begin a call that the server renders, and return the prompt. While the server is paused, try again."""
+        now = asyncio.get_running_loop().time
+        until = now() + self.limits.pause_patience
+        while True:
+            # Pass the gate first: the server reports its prompt only when it begins to sample.
+            await self.gate.opened()
+            async with AsyncExitStack() as begun:
+                begun.enter_context(self.gate.passed())
+                try:
+                    prompt_ids = await captured.begin(begun, sampling)
+                except EngineUnavailable as error:
+                    if not error.paused or now() > until:
+                        raise
+                else:
+                    stack.push_async_exit(begun.pop_all())
+                    return prompt_ids
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
         """Return the request with its images received, its setup, and the point in the session that it continues.
