@@ -301,7 +301,7 @@ async def _open_when_resumed(opener: Callable[[], Awaitable[_Opened]], seconds: 
         try:
             return await opener()
         except EngineUnavailable as error:
-            if not error.paused or now() > end:
+            if not error.paused or now() >= end:
                 raise
             if not logged:
                 logged = True

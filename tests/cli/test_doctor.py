@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from starlette.responses import JSONResponse
 
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
@@ -64,6 +65,16 @@ def test_server_is_identified_and_checked_for_ids(run: Run, model_dir: Path, tmp
         done = run(*arguments)
         assert "      vLLM runs without --enable-scale-out" in done.stdout
         assert "warn  logprobs: the engine reports raw_logprobs, right for every trainer if all calls" in done.stdout
+
+
+def test_a_paused_server_is_reported_at_once(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    with fake_vllm.running() as vllm:
+        error = {"message": "Generation is paused. Please retry after it resumes.", "code": 503}
+        for path in ("/v1/completions", "/inference/v1/generate"):
+            vllm.routes[path] = JSONResponse({"error": error}, 503)
+        done = run("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", vllm.url)
+    assert done.exit_code == 1
+    assert "answered 503" in done.stdout
 
 
 def test_usability_of_the_record_by_a_trainer_is_reported(run: Run, model_dir: Path, tmp_path: Path) -> None:

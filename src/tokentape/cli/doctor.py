@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -253,7 +254,9 @@ def certified(certificate: Certificate) -> CheckResult:
 
 async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[CheckResult]:
     try:
-        engine = await open_configured(config, renderer, check=False)
+        # Report a paused server at once: `serve` would wait for it.
+        at_once = replace(config, engine=replace(config.engine, wait_seconds=0))
+        engine = await open_configured(at_once, renderer, check=False)
     except ImportError as error:
         advice = "Run: pip install 'tokentape[hf]'. Or use a server with --engine and --engine-url, without torch."
         return [CheckResult("engine", "fail", str(error), advice)]
