@@ -262,7 +262,7 @@ def _corrupt(source: str | Path, error: Exception) -> Exception:
     """Return an error of the operating system, which has a number, unchanged; for one of pyarrow, `InvalidRequest`."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    return InvalidRequest(f"{source}: the file is corrupt ({error}); write it again")
+    return InvalidRequest(f"{source}: the file is corrupt ({str(error).strip()}); write it again")
 
 
 def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:
