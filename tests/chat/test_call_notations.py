@@ -189,13 +189,25 @@ def test_arguments_in_tags_with_text_between_them_are_not_read_as_others() -> No
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_tag_that_opens_calls_may_begin_like_the_tag_at_the_end_of_the_prompt(step: int) -> None:
-    source = ARRAY.replace("{% if loop.first %}[", "{% if loop.first %}<call>[").replace(
+@pytest.mark.parametrize(
+    ("plan", "call"),
+    [
+        ("<plan>", "<call>"),
+        ("<plan>", "<place>"),
+        ("[PLAN]", "[PLACE]"),
+        ("<|plan|>", "<|place|>"),
+        ("{plan}", "{place}"),
+        ("**plan**", "**place**"),
+        ("\u27e8plan\u27e9", "\u27e8place\u27e9"),
+    ],
+)
+def test_tag_that_opens_calls_may_begin_like_the_tag_at_the_end_of_the_prompt(step: int, plan: str, call: str) -> None:
+    source = ARRAY.replace("{% if loop.first %}[", f"{{% if loop.first %}}{{{{ '{call}' }}}}[").replace(
         "{% if add_generation_prompt %}<|im_start|>assistant\n",
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<plan>\n",
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{{{{ '{plan}' }}}}\n",
     )
-    reply = parsed(renderer_of(source), '<call>[{"name": "add", "arguments": {"a": 1}}]<|im_end|>', step)
-    assert (reply.content, [call.name for call in reply.tool_calls]) == ("", ["add"])
+    reply = parsed(renderer_of(source), f'{call}[{{"name": "add", "arguments": {{"a": 1}}}}]<|im_end|>', step)
+    assert (reply.content, [one.name for one in reply.tool_calls]) == ("", ["add"])
 
 
 def test_certificate_reports_that_nested_quotes_do_not_round_trip() -> None:

@@ -183,8 +183,8 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         text = render([QUESTION, shape.message("", calls)], False)
         start = common_prefix(text, prompt)
         if start < len(prompt):
-            # The prompt ends with another tag than the one that opens calls. Both begin with `<`.
-            start = len(re.sub(r"</?\w*\Z", "", text[:start]))
+            # The prompt ends with another tag than the one that opens calls. Both may begin alike: `<t`, `[` or `<|`.
+            start = len(re.sub(r"[^\w\s>\])}\ud800-\udfff]+\w*\Z", "", text[:start]))
         return text[start:].replace(PROBE_ID, ID).replace(OTHER_PROBE_ID, ID)
 
     syntax = _read_single_call(region(first))
